@@ -14,6 +14,7 @@ Needs root, `ip` and `tc` (Linux), and leave to make network namespaces; without
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import shutil
@@ -26,36 +27,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.__main__ import machine
 from benchmarks.control_learner import Heartbeats
-from benchmarks.processes import until
+from benchmarks.processes import run_file, until
 from benchmarks.two_sites import SITES, counted_bytes, two_sites
 from diloco import events
 from diloco.event_log import read_events
 from diloco.protocol.members import Deadlines
+from diloco.syncer.keys.keyring import Keyring
 
-RUN, PORT = "control", 7700
+RUN, ADDRESS = "control", f"{SITES['site-a']}:7700"
 QUEUES_MS = (50, 4000)
 SETTLE_S = 5.0
 """Before each stretch that is measured."""
 
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000_000
-[method]
-preset = "AsyncDiLoCo"
-sync_every = 2
-dynamic_steps = false
-fragments = {{ type = "Named", patterns = [["0.*"], ["1.*"], ["2.*"], ["3.*"]] }}
-[syncer]
-address = "{SITES["site-a"]}:{PORT}"
-keys = "keys/syncer"
-"""
+FRAGMENTS = {"type": "Named", "patterns": [["0.*"], ["1.*"], ["2.*"], ["3.*"]]}
 
 
 @dataclass(frozen=True)
@@ -109,13 +100,10 @@ def _measure(
     directory: Path, bit_per_s: float, queue_ms: int, num_learners: int, seconds: float
 ) -> list[Row]:  # fmt: skip
     names = [f"learner-{number}" for number in range(num_learners)]
-    (directory / "run.toml").write_text(RUN_FILE)
-    for keys in (["init", "--run", RUN, "--host", SITES["site-a"]], ["add", "learner", *names]):
-        command = [sys.executable, "-m", "diloco", "keys", *keys]
-        subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    method: dict[str, Any] = {"preset": "AsyncDiLoCo", "sync_every": 2, "dynamic_steps": False, "fragments": FRAGMENTS}
     go, stop, log = directory / "go", directory / "stop", directory / "state" / "events.jsonl"
     with ExitStack() as stack:
-        stack.enter_context(syncer(directory))
+        stack.enter_context(syncer(directory, RUN, learners=names, **method))
         learners = {
             name: stack.enter_context(_learner(directory, name, go, stop, initialise=name == names[0]))
             for name in names
@@ -164,12 +152,16 @@ def _stretch(seconds: float) -> Stretch:
 
 
 @contextmanager
-def syncer(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def syncer(
+    directory: Path, run: str, *, learners: Sequence[str], viewers: Sequence[str] = (), **method: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A syncer at the first site, and keys of these names in `directory`."""
+    callers: list[tuple[str, Any]] = [(name, "learner") for name in learners]
+    callers += [(name, "viewer") for name in viewers]
+    Keyring.new(directory / "keys", run, [SITES["site-a"]], callers, dt.timedelta(days=1))
+    (directory / "run.toml").write_text(run_file(run, syncer={"address": ADDRESS, "keys": "keys/syncer"}, **method))
     port_file = directory / "port"
-    command = [
-        "diloco", "syncer", "run.toml", "--address", f"{SITES['site-a']}:{PORT}", "--state-dir", "state",
-        "--port-file", str(port_file),
-    ]  # fmt: skip
+    command = ["diloco", "syncer", "run.toml", "--state-dir", "state", "--port-file", str(port_file)]
     with at_site(directory, "site-a", "syncer", *command) as process:
         until(lambda: port_file.exists() or process.poll() is not None, "the syncer does not start")
         if process.poll() is not None:
@@ -182,7 +174,7 @@ def _learner(
     directory: Path, name: str, go: Path, stop: Path, *, initialise: bool
 ) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
     command = [
-        "benchmarks.control_learner", f"{SITES['site-a']}:{PORT}", RUN, name, "--keys", f"keys/{name}",
+        "benchmarks.control_learner", ADDRESS, RUN, name, "--keys", f"keys/{name}",
         "--go", str(go), "--stop", str(stop), *["--initialise"] * initialise,
     ]  # fmt: skip
     with at_site(directory, "site-b", name, *command) as process:
@@ -228,8 +220,14 @@ def _bit_per_s(rate: str) -> float:
     return float(number) * unit
 
 
-def obstacle() -> str | None:
-    """Why there can be no network namespaces here; None: there can."""
+def require_namespaces(program: str) -> None:
+    """End with exit code 2 where there can be no network namespaces."""
+    if (why := _obstacle()) is not None:
+        print(f"{program}: {why}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _obstacle() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root; run it as root"
     for tool in ("ip", "tc"):
@@ -262,9 +260,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each stretch; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args()
-    if (why := obstacle()) is not None:
-        print(f"benchmarks.control: {why}", file=sys.stderr)
-        raise SystemExit(2)
+    require_namespaces("benchmarks.control")
     before = machine()
     rows = run(chosen.rate, chosen.learners, chosen.seconds)
     if chosen.json:

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import nn
 
 import diloco
-from benchmarks.processes import SyncerProcess, until
+from benchmarks.processes import SyncerProcess, run_file, until
 from diloco.errors import ExchangeError
 from diloco.exchange.dialling import fetch_status
 from diloco.learner.timing import Histogram
@@ -49,18 +49,6 @@ IN_THE_END = ("quick-1", "quick-2", "slow-1", "joiner")
 LIMIT_S = 120.0
 
 PRESETS = ("DecoupledDiLoCo", "StreamingDiLoCo", "DiLoCo")
-
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000
-[method]
-preset = "{{preset}}"
-sync_every = {H}
-fragments = {{{{type = "Balanced", num_fragments = {FRAGMENTS}}}}}
-[syncer]
-lost_floor_s = 2.0
-"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,9 @@ def run(
         say: hears what happens.
     """
     with ExitStack() as stack:
-        syncer = SyncerProcess(directory, RUN_FILE.format(preset=preset))
+        fragments = {"type": "Balanced", "num_fragments": FRAGMENTS}
+        its = run_file(RUN, syncer={"lost_floor_s": 2.0}, preset=preset, sync_every=H, fragments=fragments)
+        syncer = SyncerProcess(directory, its)
         stack.callback(syncer.kill)
         learners = _Learners(directory, stack, step_s)
         watch = _Watch(syncer, learners)

@@ -40,7 +40,7 @@ from torch import nn
 import diloco
 from benchmarks.haproxy import Proxy
 from benchmarks.hostile import FLOODS, RUN, VILLAIN
-from benchmarks.processes import SyncerProcess, until
+from benchmarks.processes import SyncerProcess, run_file, until
 from diloco.syncer.keys.keyring import Keyring
 
 SIZES = {
@@ -56,17 +56,6 @@ MOST_LOST, MOST_MB = 0.02, 200.0
 SOURCE, LEARNERS_SOURCE = "127.0.0.2", "127.0.0.1"
 LEARNERS = ("first", "second")
 H, STEP_S = 5, 0.02
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000_000
-[method]
-preset = "DiLoCo"
-sync_every = {H}
-quorum = {{{{type = "AllLive", at_least = 2}}}}
-[syncer]
-keys = "{{keys}}"
-"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,11 @@ def _besieged(where: Path, *, with_proxy: bool) -> Iterator[_Besieged]:
     names = [(name, "learner") for name in (*LEARNERS, VILLAIN)]
     Keyring.new(where / "keys", RUN, ["127.0.0.1"], names, dt.timedelta(days=1))  # type: ignore[arg-type]
     with ExitStack() as stack:
-        syncer = SyncerProcess(where, RUN_FILE.format(keys=where / "keys" / "syncer"))
+        quorum = {"type": "AllLive", "at_least": 2}
+        its = run_file(
+            RUN, syncer={"keys": str(where / "keys" / "syncer")}, preset="DiLoCo", sync_every=H, quorum=quorum
+        )
+        syncer = SyncerProcess(where, its)
         stack.callback(syncer.kill)
         _pin(syncer.pid, learner=False)
         proxy, address = None, syncer.address

@@ -31,26 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.__main__ import machine
-from benchmarks.control import PORT, at_site, obstacle, syncer
+from benchmarks.control import ADDRESS, at_site, require_namespaces, syncer
 from benchmarks.follower_processes import NUM_VIEWERS, RUN, SYNC_EVERY
 from benchmarks.processes import until
-from benchmarks.two_sites import SITES, counted_bytes, two_sites
+from benchmarks.two_sites import counted_bytes, two_sites
 from diloco import events
 from diloco.event_log import newest_event
-
-ADDRESS = f"{SITES['site-a']}:{PORT}"
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000_000
-[method]
-preset = "DiLoCo"
-sync_every = {SYNC_EVERY}
-codec = "int4"
-[syncer]
-address = "{ADDRESS}"
-keys = "keys/syncer"
-"""
 
 
 @dataclass(frozen=True)
@@ -109,17 +95,16 @@ def run(cases: Sequence[Case]) -> list[Row]:
 
 
 def _measure(directory: Path, case: Case) -> list[Row]:
-    (directory / "run.toml").write_text(RUN_FILE)
     viewers = [f"viewer-{number}" for number in range(NUM_VIEWERS)]
-    for keys in (
-        ["init", "--run", RUN, "--host", SITES["site-a"]], ["add", "learner", "learner"], ["add", "viewer", *viewers]
-    ):  # fmt: skip
-        command = [sys.executable, "-m", "diloco", "keys", *keys]
-        subprocess.run(command, cwd=directory, check=True, capture_output=True)
     stop = directory / "stop"
     learner = ["learner", ADDRESS, "--width", str(case.width), "--step-s", str(case.step_s), "--stop", str(stop)]
     with ExitStack() as stack:
-        served = stack.enter_context(syncer(directory))
+        served = stack.enter_context(
+            syncer(
+                directory, RUN, learners=["learner"], viewers=viewers, preset="DiLoCo", sync_every=SYNC_EVERY,
+                codec="int4",
+            )
+        )  # fmt: skip
         trains = stack.enter_context(at_site(directory, "site-b", "learner", "benchmarks.follower_processes", *learner))
         published = Published(directory, trains)
         rows = []
@@ -216,9 +201,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("4M", "100M"), help="this model")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args()
-    if (why := obstacle()) is not None:
-        print(f"benchmarks.followers: {why}", file=sys.stderr)
-        raise SystemExit(2)
+    require_namespaces("benchmarks.followers")
     before = machine()
     rows = run(QUICK if chosen.quick else [case for case in CASES if case.name.startswith(chosen.only or "")])
     if chosen.json:

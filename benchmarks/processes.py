@@ -8,6 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import tomlkit
 
 from diloco.demo.plan import free_port
 
@@ -23,6 +26,11 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = 300.0) -> N
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} (within {limit_s:g} s)")
         threading.Event().wait(0.02)
+
+
+def run_file(run: str, *, syncer: dict[str, Any] | None = None, **method: Any) -> str:
+    """A run file whose budget is never spent. `syncer`, `method`: its tables."""
+    return tomlkit.dumps({"run": {"name": run, "tokens": 10**9}, "method": method, "syncer": syncer or {}})
 
 
 class SyncerProcess:

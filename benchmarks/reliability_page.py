@@ -14,6 +14,9 @@ from tests.chaos.standby import AND_REQUESTS, KINDS
 
 NOT_MEASURED = "not measured"
 
+STORE_SINCE = "2026-11-27"
+"""Day of the first results with the store of objects and a manifest."""
+
 INTRODUCTION = """\
 # Reliability
 
@@ -355,8 +358,10 @@ Bytes of cut transfers that were resumed rather than sent again, in these runs o
 
 
 def _made(made: Sequence[Sequence[str]]) -> str:
+    rows = [(*each, "the present one" if each[-1] >= STORE_SINCE else "an earlier one") for each in made]
     return f"""## What was measured when
 
-Files of benchmarks/results, each with the commit that was measured.
+Files of benchmarks/results, each with the commit that was measured. With an earlier store,
+its faults and repairs, restarts of the syncer and the fuzzing of its files say nothing about the present one.
 
-{_table(("result", "commit", "day"), made)}"""
+{_table(("result", "commit", "day", "store"), rows)}"""

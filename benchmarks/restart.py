@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import nn
 
 import diloco
-from benchmarks.processes import SyncerProcess
+from benchmarks.processes import SyncerProcess, run_file
 from diloco.exchange.dialling import fetch_status
 from diloco.following.follower import newest_model
 
@@ -36,15 +36,6 @@ GOAL_S_PER_GB = 2.0
 TINY_GB = 1e-4
 WIDTH = 4096
 """Of the model's matrices, where it is large enough for one."""
-
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000_000
-[method]
-preset = "DiLoCo"
-sync_every = 1
-"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ def run(sizes_gb: Sequence[float], times: int) -> list[Row]:
 
 
 def _measure(directory: Path, size_gb: float, times: int, startup_s: float | None) -> Row:
-    syncer = SyncerProcess(directory, RUN_FILE)
+    syncer = SyncerProcess(directory, run_file(RUN, preset="DiLoCo", sync_every=1))
     try:
         model_gb = _publish(syncer.address, size_gb)
         serves, pulled, state_gb = [], [], 0.0

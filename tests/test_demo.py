@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from benchmarks.processes import until
 from tests.store.small_run import read_newest
 
 from diloco import events as ev
+from diloco.demo import bucket_server
 from diloco.demo.display import Display, is_wanted
 from diloco.demo.plan import LEARNERS, QUICK, SYNCERS, Plan, free_port, prepared
 from diloco.demo.processes import DemoProcesses, Kill
@@ -495,6 +497,18 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     for pid in json.loads(pids_file.read_text()).values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_the_bucket_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user's credentials come back, and its port is free."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    before = dict(os.environ)
+    with bucket_server.serving("demo") as (port, _):
+        assert bucket_server.CREDENTIALS.items() <= os.environ.items()
+    assert dict(os.environ) == before
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def run(name: str, directory: Path, *asked: str) -> list[Any]:
     assert path.stat().st_size < 100_000, "keep its outputs small"
     question = f"import json; print(json.dumps([{', '.join(asked)}]))"
     notebook.cells.append(nbformat.v4.new_code_cell(question))
-    NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(directory)}}).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(directory)}}).execute()
     found: list[Any] = json.loads(notebook.cells[-1].outputs[0]["text"])
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
 from tests.exchange.test_remote import Life, living, status_of
-from tests.syncer.runs import PATIENT, RUN, method, start
+from tests.syncer.runs import RUN, method, start
 
 import diloco
 from diloco import errors
@@ -21,7 +21,7 @@ from diloco.protocol.members import Claim, Report
 
 def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
     """By a learner from its first request on, and by viewers."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer:
+    with start(tmp_path, method()) as syncer:
         addresses = f"127.0.0.1:1, {syncer.address}"
         life = Life(diloco.connect(addresses, run=RUN, learner="a", initialise=True), steps=20)
         _, metrics = life.result.result(timeout=300)
@@ -36,7 +36,7 @@ def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
 def test_a_learner_goes_on_over_the_other_address_and_back(tmp_path: Path) -> None:
     """With all of its requests, as the same incarnation."""
     with (
-        start(tmp_path, method(), deadlines=PATIENT) as syncer,
+        start(tmp_path, method()) as syncer,
         Relay(syncer.port) as first,
         Relay(syncer.port) as second,
     ):
@@ -57,7 +57,7 @@ def test_a_learner_goes_on_over_the_other_address_and_back(tmp_path: Path) -> No
 
 
 def test_a_learner_that_was_given_up_joins_over_the_other_address(tmp_path: Path) -> None:
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as first:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as first:
         exchange = diloco.connect(f"{first.address},{syncer.address}", run=RUN, learner="a", initialise=True)
         with living(exchange) as life:
             until(lambda: life.step > 5, "it does not train")

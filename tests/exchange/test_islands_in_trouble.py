@@ -14,19 +14,23 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.bucket_server import BucketServer
 from tests.chaos.relay import Link, Relay
 from tests.exchange import troubled_life
 from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
-from tests.exchange.troubled_life import ATTACHES, LIVES, STEPS, WORLD_SIZE, Life
+from tests.exchange.troubled_life import ATTACHES, JOINS, LIVES, STEPS, WORLD_SIZE, Life
 from tests.exchange.worlds import TIMEOUT_S, read, start_processes
-from tests.syncer.runs import PATIENT, status_of, versions_of
+from tests.syncer.runs import PATIENT, fall_silent, status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
 from diloco.core.quorum import Called
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.exchange.base import Exchange
-from diloco.protocol.members import Deadlines
+from diloco.following.follower import newest_model
+from diloco.store.blobs import ObjectHead
+from diloco.store.bucket import Bucket
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
@@ -48,6 +52,7 @@ METHODS = {
     "fails": diloco.DiLoCo(sync_every=4, overlap=2),
     "stages": diloco.DiLoCo(sync_every=3),
     "refused": diloco.DiLoCo(sync_every=3),
+    **dict.fromkeys(JOINS, STREAMING),
 }
 CUT_AFTER_BYTES = 40_000
 """In the middle of the first part that rank 1 uploads."""
@@ -62,11 +67,12 @@ class World:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
+        self.bucket = stack.enter_context(BucketServer())
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
         self.syncers = {
-            name: stack.enter_context(
-                Syncer(name, method, Options("127.0.0.1:0", directory / f"syncer {name}", deadlines=PATIENT))
-            )
-            for name, method in METHODS.items()
+            name: stack.enter_context(Syncer(name, method, self._options(name))) for name, method in METHODS.items()
         }
         self.is_stuck = threading.Event()
         self.relay = stack.enter_context(Relay(self.syncers["cut"].port, self._before_up))
@@ -74,10 +80,16 @@ class World:
         addresses["cut"][1] = self.relay.address
         self.first = stack.enter_context(Relay(self.syncers["moves"].port))
         addresses["moves"] = [f"{self.first.address},{self.syncers['moves'].address}"] * WORLD_SIZE
-        (directory / "lives.json").write_text(json.dumps({name: addresses[name] for name in (*LIVES, *ATTACHES)}))
+        (directory / "lives.json").write_text(
+            json.dumps({name: addresses[name] for name in (*LIVES, *ATTACHES, *JOINS)})
+        )
         pool = stack.enter_context(ThreadPoolExecutor(4))
         self.processes = pool.submit(start_processes, troubled_life.__name__, directory, WORLD_SIZE)
         self.facts: dict[str, Any] = {}
+
+    def _options(self, name: str) -> Options:
+        store = self.bucket.url(name) if name in JOINS else None
+        return Options("127.0.0.1:0", self.directory / f"syncer {name}", deadlines=PATIENT, store=store)
 
     def _before_up(self, link: Link) -> None:
         if link.up_bytes >= CUT_AFTER_BYTES and not self.is_stuck.is_set():
@@ -107,7 +119,7 @@ class World:
         self.until(is_up_to_date, "it does not get version 1")
         store.set("version 1 is here", "")
         self.until(lambda: store.check(["goes on, rank 0"]), "rank 0 does not step")
-        syncer.driver.ask(evict_stalled)
+        fall_silent(syncer, "island")
         self.until(lambda: island().get("incarnation") == 2 and island()["live"] and is_up_to_date(), "it is not back")
         store.set("a new incarnation has started", "")
 
@@ -139,6 +151,29 @@ class World:
         self.first.close()
         store.set("the first address is gone", "")
 
+    def harm(self, name: str) -> None:
+        """An object of a run that a single process has trained: the shard of rank 1 is not what was published."""
+        syncer, bucket = self.syncers[name], Bucket(self.bucket.url(name))
+        exchange = diloco.connect(syncer.address, run=name, learner="single", initialise=True)
+        single = Life(Net(seed=2), exchange)
+        with single.learner:
+            single.train(STEPS)
+            single.result()
+        syncer.driver.drain()
+        self.facts[name] = newest_model(syncer.address, run=name).state_dict()
+        with Life(Net(seed=2), diloco.connect(syncer.address, run=name, learner="before")).learner:
+            pass  # the syncer knows now where tensors are in the objects, and reads none of them for the island
+        largest = max(syncer.driver.ask(lambda driver: driver.state.model.layout.fragments), key=lambda it: it.numel)
+        held = syncer.driver.manifest.fragments[largest.index][0].held
+        data = bytearray(bucket.get(held))
+        head = ObjectHead.from_bytes(bytes(data[: 8 + int.from_bytes(data[:8], "little")]))
+        last = len(head.data) + head.entries["theta"].last - 1
+        data[last] ^= 1
+        bucket.delete([held])
+        if name != "gone":
+            bucket.put(held, [data if name == "damaged" else data[:last]])
+        self.store(name).set("an object is not whole", "")
+
     def beside(self, name: str) -> None:
         """A single process trains before the island does, as long as it does, and until both have been merged."""
         address = self.syncers[name].address
@@ -152,13 +187,6 @@ class World:
 
     def has_ended(self, name: str) -> bool:
         return (self.directory / f"{name}.1.json").exists() or self.processes.done()
-
-
-def evict_stalled(driver: SyncerDriver) -> None:
-    """Every learner that has taken no step in this microsecond."""
-    before, driver.core.deadlines = driver.core.deadlines, Deadlines(stalled_floor_s=1e-6, stalled_cap_s=1e-6)
-    driver.tick()
-    driver.core.deadlines = before
 
 
 def fragments_with_a_part(driver: SyncerDriver) -> list[int]:
@@ -175,6 +203,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.move()
         for name in ("decoupled", "asynchronous"):
             world.beside(name)
+        for name in JOINS:
+            world.harm(name)
         world.processes.result()
         yield world
 
@@ -286,6 +316,23 @@ def test_ranks_that_could_not_join_leave_nothing_behind(world: World) -> None:
     for result in results(world, "stages"):
         assert result.facts["again"][0] == "AlreadyInitialisedError"
         assert result.facts["threads"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "said"),
+    [
+        ("damaged", 0, "Fetching it again from the syncer itself"),
+        ("short", 1, "It was read from the store; fetching it again from the syncer itself"),
+        ("gone", 1, "cannot read from the store at .*404.*: the bytes come from the syncer itself"),
+    ],
+)
+def test_an_island_joins_where_an_object_of_the_bucket_is_not_whole(
+    name: str, rank: int, said: str, world: World
+) -> None:
+    """Both ranks have what was published, and end with the same bits."""
+    island = require_one_learner(world, name)
+    assert all(torch.equal(island.tensors[f"joined.{key}"], value) for key, value in world.facts[name].items())
+    assert re.search(said, (world.directory / f"rank{rank}.log").read_text())
 
 
 def test_what_is_wrong_with_one_rank_is_an_error_on_every_rank(world: World) -> None:

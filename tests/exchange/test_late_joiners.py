@@ -14,7 +14,6 @@ import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Link, Relay
 from tests.syncer.runs import (
-    PATIENT,
     RUN,
     Raw,
     is_initialised,
@@ -81,7 +80,7 @@ def test_in_one_process() -> None:
 
 
 def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, ThreadPoolExecutor(3) as pool:
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(3) as pool:
 
         def join(name: str, until_step: int) -> Any:
             exchange = diloco.connect(syncer.address, run=RUN, learner=name, initialise=name == "survivor")
@@ -116,7 +115,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
         }
         assert raw.push(payload, step=step, steps=2, **given)
 
-    with start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer:
+    with start(tmp_path, tiny_method(at_least=2)) as syncer:
         survivor, joiner = Raw(syncer.address, "survivor"), Raw(syncer.address, "joiner")
         survivor.initialise()
         for raw in (survivor, joiner):
@@ -128,7 +127,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
         joiner.join()
     for raw in (survivor, joiner):
         raw.connection.close()
-    with start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer:
+    with start(tmp_path, tiny_method(at_least=2)) as syncer:
         for raw in (survivor, joiner):
             raw.connection = Raw(syncer.address).connection
         survivor.beat(step=4, tokens=20)  # its answer names the new process, which the push is meant for
@@ -149,7 +148,7 @@ def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path
             until(lambda: position(syncer)[0] > 0, "the other one does not begin")
 
     with (
-        start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer,
+        start(tmp_path, tiny_method(at_least=2)) as syncer,
         Relay(syncer.port, hold_up) as relay,
         ThreadPoolExecutor(2) as pool,
     ):

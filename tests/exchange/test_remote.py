@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.chaos.relay import Link, Relay
-from tests.exchange.test_islands_in_trouble import evict_stalled
-from tests.syncer.runs import PATIENT, RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
-from tests.syncer.test_faults import QUICK, syncer_process, until
+from tests.syncer.runs import RUN, Fetch, Net, Raw, fall_silent, method, num_live, start, status_of, tamper, train
+from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import errors, events
@@ -119,13 +118,14 @@ def test_closing_while_the_syncer_is_away_is_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_waits_for_long")
 def test_closing_while_joining_again_is_prompt(tmp_path: Path) -> None:
-    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
         with living(exchange) as life:
             until(lambda: life.step > 5, "it does not train")
             relay.refuse()  # neither dialling anew nor joining again leads anywhere
             relay.stall()
-            until(lambda: not status_of(syncer)["learners"], "it is not given up")
+            fall_silent(syncer, "a")
+            assert not status_of(syncer)["learners"]
             relay.resume()
             until(lambda: phase(exchange) == "joining", "the learner does not hear that it was given up")
             exchange.close()
@@ -176,7 +176,7 @@ class StallOnce:
 def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is told: neither end sees an error."""
     stall = StallOnce(CONTRIBUTIONS, 5_000)
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port, stall) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port, stall) as relay:
         stall.relay = relay
         connection = Connection(relay.address)
 
@@ -193,7 +193,7 @@ def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytes
 
 def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
     """The same syncer is there after every cut, and has what it acknowledged."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         cuts = []
 
         def at_step(step: int) -> None:
@@ -212,7 +212,7 @@ def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
 
 def test_half_open_connections_are_dialled_anew(tmp_path: Path) -> None:
     """They have died silently; the learner goes on as the same incarnation."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
             num_links = len(relay.links)
@@ -225,7 +225,7 @@ def test_half_open_connections_are_dialled_anew(tmp_path: Path) -> None:
 
 def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Path) -> None:
     """The learner is not told: it notices by itself."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
             relay.cut_at_the_syncer()
@@ -240,7 +240,7 @@ def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Pa
 def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_path: Path) -> None:
     """The learner dials anew; until that is answered its old connection stays, and the syncer has no reason to think it
     dead."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(impatient(relay.address)) as life:
             until(lambda: life.step > 5, "it does not train")
             relay.refuse()  # the new connection leads nowhere
@@ -253,7 +253,7 @@ def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_pa
 
 def test_nobody_waits_for_a_learner_that_has_finished(tmp_path: Path) -> None:
     """It stays to evaluate for as long as it likes, and is neither waited for nor given up."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, ThreadPoolExecutor(1) as pool:
+    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         exchange = diloco.connect(syncer.address, run=RUN, learner="first", initialise=True)
@@ -285,7 +285,7 @@ def test_a_learner_that_leaves_is_not_given_up(tmp_path: Path) -> None:
 
 
 def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: Path) -> None:
-    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         model = Net()
         exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
         with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
@@ -294,7 +294,8 @@ def test_a_finished_learner_that_was_given_up_comes_back_as_finished(tmp_path: P
             until(lambda: num_live(syncer) == 0, "it does not say that it has finished")
             relay.refuse()
             relay.stall()
-            until(lambda: not status_of(syncer)["learners"], "it is not given up")
+            fall_silent(syncer, "a")
+            assert not status_of(syncer)["learners"]
             relay.accept()
             relay.resume()
             until(lambda: "a" in status_of(syncer)["learners"], "it does not join again")
@@ -338,7 +339,7 @@ def test_what_is_reported_before_a_learner_starts_over_is_of_the_incarnation_tha
         model = Net()
         learner = diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
         learner.step(tokens=5)
-        syncer.driver.ask(evict_stalled)
+        fall_silent(syncer, "a")
         until(lambda: any(isinstance(event, Rejoined) for event in exchange.poll()), "it does not join again")
         for _ in range(2):  # the second heartbeat has begun after the report
             exchange.report(Report(step=7, tokens=35, steps=7))
@@ -358,7 +359,7 @@ def test_what_is_reported_before_a_learner_starts_over_is_of_the_incarnation_tha
 def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path) -> None:
     """It does not even hear that it was replaced: it is refused when it wants to join again, and the newer one trains
     on."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer, Relay(syncer.port) as relay:
+    with start(tmp_path, method()) as syncer, Relay(syncer.port) as relay:
         with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as older:
             until(lambda: older.step > 5, "the older one does not train")
             relay.stall()
@@ -375,7 +376,7 @@ def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path
 @pytest.mark.parametrize("kind", ["damaged", "behind"])
 def test_a_whole_fragment_for_one_that_is_in_the_run_is_an_update(kind: str, tmp_path: Path) -> None:
     """Fetched whole because the update was damaged on the way, or is not kept; bytes of joins are those of joining."""
-    with start(tmp_path, method(), deadlines=PATIENT) as syncer:
+    with start(tmp_path, method()) as syncer:
         tampered: list[int] = []
 
         def tampering(fetch: Fetch, fragment: int, base: int) -> Any:

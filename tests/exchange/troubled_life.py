@@ -211,6 +211,18 @@ def is_refused(connect: Callable[[], Exchange]) -> Result:
     return Result({}, facts)
 
 
+def joins_from_the_store(name: str, connect: Callable[..., Exchange], directory: Path) -> Result:
+    """A run that others have trained, over a syncer that refers to its bucket."""
+    store = dist.FileStore(str(directory / f"{name}.store"), -1)
+    store.wait(["an object is not whole"])
+    life = Life(shaped(Net(seed=3), SHAPE), connect(initialise=False))
+    with life.learner:
+        joined = {f"joined.{key}": value for key, value in full(life.learner.global_state_dict()).items()}
+        life.train(life.learner.steps + STEPS)
+        result = life.result()
+    return Result(result.tensors | joined, result.facts)
+
+
 LIVES: dict[str, Callable[[Life], Result]] = {
     "given up": is_given_up,
     "replaced": is_replaced,
@@ -222,6 +234,7 @@ LIVES: dict[str, Callable[[Life], Result]] = {
     "fails": fails_on_one_rank,
 }
 ATTACHES: dict[str, Callable[[Callable[[], Exchange]], Result]] = {"stages": attaches_twice, "refused": is_refused}
+JOINS = ("damaged", "short", "gone")
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:
@@ -230,6 +243,9 @@ def main(directory: Path, rank: int, world_size: int) -> None:
         connect = partial(
             diloco.connect, addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=TIMEOUT_S
         )
+        if name in JOINS:
+            write(directory, name, rank, joins_from_the_store(name, connect, directory))
+            continue
         if name in ATTACHES:
             write(directory, name, rank, ATTACHES[name](connect))
             continue

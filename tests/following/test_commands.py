@@ -5,15 +5,17 @@ from __future__ import annotations
 import html
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.processes import until
 from safetensors.torch import load_file
 from tests.evaluation.test_evaluate import RUN as RUN_FILE
 from tests.evaluation.test_evaluate import TEXT
 from tests.following.published import METHODS, RUN, published_run
-from tests.syncer.runs import status_of
+from tests.syncer.runs import PATIENT, status_of
 from tests.syncer.test_doors import DAY
 
 import diloco
@@ -26,9 +28,11 @@ from diloco.evaluation.followed import Reporter, evaluate_versions
 from diloco.evaluation.scores import ExportScores, Score, TaskResult
 from diloco.event_log import read_events
 from diloco.following.copies import DESCRIPTION, FollowedFolder, write_tensors
-from diloco.following.follower import newest_model
+from diloco.following.follower import follow, newest_model
 from diloco.following.stored_status import stored_status
 from diloco.protocol.contribution import Budget
+from diloco.store.objects import open_store, read_manifest
+from diloco.store.reading import ObjectReader
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 from diloco.training.model import build_model
@@ -139,6 +143,61 @@ def test_the_status_and_the_page_of_a_run_without_its_syncer(
         assert words in said(capsys, "status", "--store", *arguments, code=code)
 
 
+def test_a_run_that_was_over_goes_on_with_a_larger_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is durable says so from the start on, also while no learner has joined."""
+    state, method = tmp_path / "state", METHODS["lossless"]
+
+    def is_over() -> list[bool]:
+        """As the manifest, its record and the status say."""
+        objects = open_store(state)
+        manifest = read_manifest(objects)
+        assert manifest.record is not None
+        with ObjectReader(objects) as reader:
+            record, _ = reader.record(manifest.record, len(manifest.fragments))
+        assert record is not None
+        text = said(capsys, "status", "--store", state)
+        return [manifest.is_over, record["is_over"], stored_status(state)["store"]["is_over"], "run is over" in text]
+
+    with published_run(tmp_path, method, budget=Budget(steps=6)) as run:
+        run.publish(0, 1, 0)
+        run.raw.leave(run.raw.beat(6, 30).standing.run_tokens)
+    assert is_over() == [True] * 4
+    with published_run(tmp_path, method, joins=False, budget=Budget(steps=12)):
+        until(lambda: not read_manifest(open_store(state)).is_over, "it is still over")
+    assert is_over() == [False] * 4
+    with (
+        published_run(tmp_path, method, budget=Budget(steps=12)) as run,
+        follow(state, run=RUN, poll_s=0.01) as follower,
+    ):
+        assert next(follower).versions == (2, 1)
+        run.publish(0)
+        assert next(follower).versions == (3, 1)
+        run.raw.leave(run.raw.beat(12, 60).standing.run_tokens)
+        assert list(follower) == []
+    assert is_over() == [True] * 4
+
+
+def test_follow_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit code 0; the folder has the last version."""
+    folder, state = tmp_path / "served", tmp_path / "state"
+    with published_run(tmp_path, METHODS["4 bits"]) as run, ThreadPoolExecutor(1) as pool:
+
+        def train() -> None:
+            until((folder / DESCRIPTION).exists, "nothing is written")
+            run.publish(0, 1, 0)
+            run.raw.beat(10, 50, finished=True, seen=run.raw.beat(10, 50).lineage)
+
+        training = pool.submit(train)
+        lines = said(capsys, "follow", state, "--run", RUN, "--into", folder, "--json").splitlines()
+        training.result()
+        found = [json.loads(line) for line in lines]
+        assert (found[0]["number"], found[-1]["number"]) == (0, 3)
+        assert found[-1]["versions"] == [2, 1]
+        tensors = load_file(folder / "model.safetensors")
+        assert all(torch.equal(tensors[name], each) for name, each in newest_model(state, run=RUN).state_dict().items())
+        assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [2, 1]
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +239,7 @@ def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(RUN_FILE.format(text=tmp_path / "text.txt"))
     model = build_model(parse_config(file.read_text()).model, 256, 32, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    options = Options("127.0.0.1:0", tmp_path / "state", budget=Budget(tokens=64))
+    options = Options("127.0.0.1:0", tmp_path / "state", budget=Budget(tokens=64), deadlines=PATIENT)
     with Syncer("small", diloco.DiLoCo(sync_every=2), options) as syncer:
         exchange = diloco.connect(syncer.address, run="small", learner="a", initialise=True)
         with diloco.Learner(model, optimizer, exchange=exchange) as learner:

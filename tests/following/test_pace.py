@@ -19,9 +19,9 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Arrival, Direction
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import SHORT_QUEUE_S, Window, filling, read_header
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, SHORT_QUEUE_S, Window, filling, read_header
 from diloco.exchange.wire.incoming import ArrivalReports
-from diloco.exchange.wire.outgoing import LEARNERS_SHARE, LearnersFirst
+from diloco.exchange.wire.outgoing import LEARNERS_SHARE, MOST_SPARE_BYTES, LearnersFirst
 from diloco.following.sources import READ_BYTES
 from diloco.planning.network import Network, Route
 from diloco.run.ports import NullObserver
@@ -45,6 +45,34 @@ def test_followers_have_a_small_part_while_learners_download() -> None:
     with link.download():  # nothing was saved for it
         assert link.take(1000, 0.01) == 1000
         assert link.take(1000, 0.01) == 0
+
+
+def test_what_followers_did_not_take_is_not_theirs_later() -> None:
+    """In virtual time, over a link that the learner fills all the time. A follower that comes after hours slows the
+    learner for a moment, and then by the followers' part."""
+    link, network = LearnersFirst(), Network({"down": BIT_PER_S}, [Route((), ("down",))] * 2)
+    num_bytes, now_s = LONGEST_CHUNK_BYTES, 0.0
+
+    def download(num_chunks: int, *, follower: bool) -> float:
+        """The learner downloads; returns seconds."""
+        nonlocal now_s
+        began_s = now_s
+        for _ in range(num_chunks):
+            while follower and link.take(num_bytes):
+                network.send(now_s, 1, "down", num_bytes)
+            number = network.send(now_s, 0, "down", num_bytes)
+            while number not in [each.number for each in network.arrived(now_s)]:
+                now_s = network.next_s
+            link.sent(num_bytes)
+        return now_s - began_s
+
+    with link.download():
+        alone_s = download(1000, follower=False)
+        download(40_000, follower=False)
+        most_s = 8 * MOST_SPARE_BYTES / BIT_PER_S
+        first_s = download(1000, follower=True)
+        assert alone_s < first_s <= alone_s * (1 + 1 / LEARNERS_SHARE) + most_s
+        assert download(1000, follower=True) <= alone_s * (1 + 1 / LEARNERS_SHARE) + 8 * num_bytes / BIT_PER_S
 
 
 # --- a syncer ---------------------------------------------------------------------------------------------------------

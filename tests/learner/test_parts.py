@@ -12,7 +12,7 @@ import schedulefree
 import torch
 from tests.learner.mixtures import EXPERTS, Mixture, backward, mixture, train_step
 from tests.learner.test_learner import assert_same
-from tests.syncer.runs import PATIENT, LearnerThreads, start
+from tests.syncer.runs import LearnerThreads, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -517,7 +517,7 @@ def test_a_real_syncer_computes_what_virtual_time_does(tmp_path: Path) -> None:
              for p in range(len(layout.fragments))]  # fmt: skip
     whole = sum(4 * each.numel * num for each, num in zip(layout.fragments, sends, strict=True))
     in_process = diloco.run_local(life, learners=3)
-    with start(tmp_path, method, deadlines=PATIENT) as syncer, LearnerThreads(3) as threads:
+    with start(tmp_path, method) as syncer, LearnerThreads(3) as threads:
         exchanges = [threads.connect(syncer.address, learner=f"l{index}", initialise=index == 0) for index in range(3)]
         futures = [threads.submit(life, index, exchange) for index, exchange in enumerate(exchanges)]
         over_grpc = [each.result(timeout=600) for each in futures]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tests.syncer.runs import PATIENT, RUN, LearnerThreads, start
+from tests.syncer.runs import RUN, LearnerThreads, start
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -55,7 +55,7 @@ def test_an_island_sends_the_experts_that_it_trains_and_receives_all(tmp_path: P
             counted: dict[str, int] = learner.metrics()["num_bytes"]
             return counted
 
-    with start(tmp_path, method, deadlines=PATIENT) as syncer, LearnerThreads(2) as threads:
+    with start(tmp_path, method) as syncer, LearnerThreads(2) as threads:
         parts = {"amsterdam": "0-1", "basel": "2-3"}
         islands = [
             threads.submit(life, trained, threads.connect(syncer.address, learner=name, initialise="if-empty"))

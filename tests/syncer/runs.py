@@ -107,8 +107,8 @@ def layout() -> Layout:
     return make_layout(Net(), method().fragments)
 
 
-def start(tmp_path: Path, given: diloco.Method, **options: Any) -> Syncer:
-    return Syncer(RUN, given, Options("127.0.0.1:0", tmp_path / "state", **options))
+def start(tmp_path: Path, given: diloco.Method, *, deadlines: Deadlines = PATIENT, **options: Any) -> Syncer:
+    return Syncer(RUN, given, Options("127.0.0.1:0", tmp_path / "state", deadlines=deadlines, **options))
 
 
 class Raw:
@@ -218,6 +218,16 @@ def num_live(syncer: Syncer) -> int:
 
 def is_initialised(syncer: Syncer) -> bool:
     return syncer.driver.ask(lambda driver: driver.state.is_initialised)
+
+
+def fall_silent(syncer: Syncer, learner: str) -> None:
+    """As if nothing had been heard of a learner for longer than `PATIENT` allows: it is evicted."""
+
+    def event(driver: SyncerDriver) -> None:
+        driver.core.members[learner].seen_at -= 2 * PATIENT.lost_cap_s
+        driver.tick()
+
+    syncer.driver.ask(event)
 
 
 def position(syncer: Syncer) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 from benchmarks.processes import until
 from tests.bucket_server import BucketServer
 from tests.chaos.relay import Relay
@@ -89,6 +90,9 @@ class Pair:
     ) -> None:
         self._stack = ExitStack()
         self.server = self._stack.enter_context(BucketServer())
+        environment = self._stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
         self.syncers = dict[str, SharingSyncer]()
         self._path, self._lease_s, self._more = path, lease_s, more
         self._at_least, self._lost_floor_s = at_least, lost_floor_s
@@ -125,11 +129,15 @@ class Pair:
             syncer.kill()
         self._stack.close()
 
+    def bucket(self) -> Bucket:
+        """The store of the run."""
+        return Bucket(self.server.url(PREFIX))
+
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
         """In the bucket now."""
-        found = self._bucket().manifest()
+        found = self.bucket().manifest()
         assert found is not None
         return Manifest.from_bytes(found.data, "the bucket")
 
@@ -145,17 +153,13 @@ class Pair:
                     found.add(epoch)
         return found
 
-    def _bucket(self) -> Bucket:
-        os.environ.update(CREDENTIALS)
-        return Bucket(self.server.url(PREFIX))
-
     def check(self) -> tuple[int, ...]:
         """No version was lost, and none published twice; returns the newest versions in the bucket.
 
         A version that was swapped in by a syncer that was killed before it could say so is in no event log.
         """
         manifest = self.manifest()
-        saved = TensorFormat().read(self._bucket(), manifest)
+        saved = TensorFormat().read(self.bucket(), manifest)
         published: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
         for syncer in self.syncers.values():
             for each in syncer.told(events.Published):

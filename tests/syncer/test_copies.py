@@ -14,7 +14,7 @@ import torch
 from benchmarks.processes import until
 from safetensors import safe_open
 from tests.store.small_run import flip, make_run
-from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, start, train
+from tests.syncer.runs import PATIENT, RUN, LearnerThreads, Raw, layout, method, start, train
 from tests.syncer.test_lineage import syncer_versions
 
 from diloco.event_log import read_events
@@ -69,7 +69,7 @@ def thetas(state: Path) -> dict[int, list[torch.Tensor]]:
 
 
 def serve(state: Path, port: int = 0) -> Syncer:
-    return Syncer(RUN, method(codec="e3m0"), Options(f"127.0.0.1:{port}", state))
+    return Syncer(RUN, method(codec="e3m0"), Options(f"127.0.0.1:{port}", state, deadlines=PATIENT))
 
 
 @pytest.mark.timeout(900)

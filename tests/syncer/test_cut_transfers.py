@@ -18,7 +18,7 @@ from benchmarks.processes import until
 from safetensors.torch import save
 from tests.chaos.relay import Link, Relay
 from tests.frames import frames
-from tests.syncer.runs import RUN, Net, Raw, method, start, status_of
+from tests.syncer.runs import RUN, Net, Raw, fall_silent, method, start, status_of
 
 from diloco import events
 from diloco.core.fragments import Layout, make_layout
@@ -30,7 +30,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, SHORTEST_CHUNK_BYTES
 from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
@@ -52,15 +52,15 @@ SIZE = wide().fragments[0].numel
 
 
 class Cutter:
-    """Cuts a connection off once `CUT_AT` bytes have crossed it in one direction, as often as it is told."""
+    """Cuts a connection off once so many bytes have crossed it in one direction, as often as it is told."""
 
-    def __init__(self, times: int, how: Callable[[Link], None] = Link.hang_up) -> None:
-        self.left, self._how, self._cut = times, how, set[Link]()
+    def __init__(self, times: int, how: Callable[[Link], None] = Link.hang_up, at: int = CUT_AT) -> None:
+        self.left, self._how, self._at, self._cut = times, how, at, set[Link]()
         self._lock = threading.Lock()
 
     def __call__(self, link: Link) -> None:
         with self._lock:
-            if self.left and link not in self._cut and max(link.up_bytes, link.down_bytes) >= CUT_AT:
+            if self.left and link not in self._cut and max(link.up_bytes, link.down_bytes) >= self._at:
                 self.left -= 1
                 self._cut.add(link)
                 self._how(link)
@@ -215,10 +215,6 @@ def test_ranks_without_a_part_of_a_fragment_do_not_end_each_others_pulls(tmp_pat
         raw.connection.close()
 
 
-def quick(lost_floor_s: float) -> dict[str, Any]:
-    return {"deadlines": Deadlines(lost_floor_s=lost_floor_s, lost_cap_s=lost_floor_s)}
-
-
 def stalled(link: Link) -> None:
     """Nothing arrives at either end, and neither is told."""
     link.may_flow.clear()
@@ -255,8 +251,9 @@ def test_a_transfer_in_which_nothing_moves_is_given_up_within_the_lost_deadline(
 @pytest.mark.parametrize("up", [True, False])
 def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path: Path) -> None:
     """The syncer's end: heartbeats have stopped, and no end of the connection is told."""
+    cutter = Cutter(1, stalled, SHORTEST_CHUNK_BYTES)  # before the rest is on its way
     with (
-        behind(tmp_path, Cutter(1, stalled), **quick(1.5)) as (syncer, relay, raw),
+        behind(tmp_path, cutter) as (syncer, relay, raw),
         ThreadPoolExecutor(1) as pool,
         closing(Connection(relay.address)) as connection,
     ):
@@ -267,7 +264,9 @@ def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path:
         payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
         request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
         lost = pool.submit(sender.upload, header, payload) if up else pool.submit(receiver.pull, request)
-        until(lambda: not status_of(syncer)["learners"], "it is not given up")
+        until(lambda: cutter.left == 0 and bool(syncer.transfers._open), "it does not begin")
+        fall_silent(syncer, raw.name)
+        assert not status_of(syncer)["learners"]
         until(lambda: not syncer.transfers._open, "its transfer is still open")
         assert status_of(syncer)["spooled_bytes"] == 0
         relay.cut()

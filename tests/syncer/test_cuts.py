@@ -12,11 +12,10 @@ from typing import Any, Literal
 import pytest
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
-from tests.syncer.runs import RUN, LearnerThreads, Raw, method, start, status_of, train
+from tests.syncer.runs import RUN, LearnerThreads, Raw, fall_silent, method, start, status_of, train
 
 import diloco
 from diloco.errors import StaleIncarnationError
-from diloco.protocol.members import Deadlines
 
 TOKENS, STEPS = 5, 40
 CUT_AT = 11
@@ -29,9 +28,6 @@ METHODS = {
     ),
 }
 
-
-SHORT = Deadlines(lost_floor_s=1.5, reconnect_floor_s=1.5)
-LONG = Deadlines(lost_floor_s=120.0, reconnect_floor_s=120.0)
 
 Cut = Literal["short", "long", "long, until it leaves"]
 
@@ -66,16 +62,12 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
         with pytest.raises(StopIteration):
             train(1, exchange, None, 10**6, others_step)
 
-    def is_member() -> bool:
-        return syncer.driver.ask(lambda driver: "cut" in driver.core.members)
-
     def num_counted() -> int:
         accounts = syncer.driver.ask(lambda driver: driver.core.accounting.accounts)
         return accounts["cut"].ledgers[0].trained
 
-    deadlines = LONG if cut == "short" else SHORT
     steps = CUT_AT + 1 if cut == "long, until it leaves" else STEPS
-    with start(tmp_path, METHODS[kind], deadlines=deadlines) as syncer:
+    with start(tmp_path, METHODS[kind]) as syncer:
         with Relay(syncer.port) as relay, LearnerThreads(2) as pool:
             exchange = pool.connect(relay.address, learner="cut", initialise=True)
             cut_off = pool.submit(train, 0, exchange, None, steps, at_step)
@@ -85,7 +77,7 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
                 until(lambda: is_cut.is_set() or cut_off.done(), "it does not begin")
                 until(lambda: has_gone_on.is_set() or cut_off.done(), "it takes no step while it is cut off")
                 if cut != "short":
-                    until(lambda: not is_member(), "the syncer does not give it up")
+                    fall_silent(syncer, "cut")
                 relay.heal()
                 until(lambda: num_counted() == TOKENS * (CUT_AT + 1), "the syncer does not hear what it has trained")
                 may_go_on.set()

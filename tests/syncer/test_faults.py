@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,19 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.processes import ForkedSyncer, start_module
-from tests.syncer.runs import RUN, LearnerThreads, Raw, method, num_live, start, status_of, train, versions_of
+from tests.syncer.runs import (
+    PATIENT,
+    RUN,
+    LearnerThreads,
+    Raw,
+    fall_silent,
+    method,
+    num_live,
+    start,
+    status_of,
+    train,
+    versions_of,
+)
 
 import diloco
 from diloco import errors, events
@@ -23,9 +36,6 @@ from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
 from diloco.following.follower import newest_model
 from diloco.protocol.contribution import UNMERGED
-from diloco.protocol.members import Deadlines
-
-QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
 
 RUN_FILE = """
 [run]
@@ -152,7 +162,8 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
 
 @pytest.mark.parametrize("kill_at", [1, 2, 7])
 def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Path) -> None:
-    with start(tmp_path, method()) as syncer, LearnerThreads(1) as pool:
+    deadlines = replace(PATIENT, reconnect_floor_s=1.0)
+    with start(tmp_path, method(), deadlines=deadlines) as syncer, LearnerThreads(1) as pool:
         stop = threading.Event()
 
         def keep_going(step: int) -> None:
@@ -196,8 +207,8 @@ def _until_stopped(exchange: Any, at_step: Callable[[int], None]) -> None:
 
 
 def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: Path) -> None:
-    """It waits for a second learner before its first step, and is stopped for longer than its deadline."""
-    with start(tmp_path, method(at_least=2), deadlines=QUICK) as syncer:
+    """It waits for a second learner before its first step, and is stopped until it is evicted."""
+    with start(tmp_path, method(at_least=2)) as syncer:
         raw = Raw(syncer.address)
         raw.initialise()
         waiting = start_module("tests.syncer.runs", syncer.address, "1000000")
@@ -210,7 +221,8 @@ def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: 
             until(lambda: incarnation() == 1, "it does not join")
             until(lambda: num_live(syncer) == 1, "it does not listen")
             os.kill(waiting.pid, signal.SIGSTOP)
-            until(lambda: incarnation() == 0, "it is not given up")
+            fall_silent(syncer, "victim")
+            assert incarnation() == 0
             os.kill(waiting.pid, signal.SIGCONT)
             until(lambda: incarnation() >= 2 or not waiting.is_alive(), "it does not join again")
             assert waiting.is_alive()

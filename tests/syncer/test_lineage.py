@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, LearnerThreads, Net, Raw, method, train
+from tests.syncer.runs import PATIENT, RUN, LearnerThreads, Net, Raw, method, train
 
 import diloco
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
@@ -28,7 +28,7 @@ GIVEN = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
 
 
 def serve(state: Path, port: int = 0) -> Syncer:
-    return Syncer(RUN, GIVEN, Options(f"127.0.0.1:{port}", state))
+    return Syncer(RUN, GIVEN, Options(f"127.0.0.1:{port}", state, deadlines=PATIENT))
 
 
 class Run:

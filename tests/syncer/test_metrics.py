@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -15,6 +16,11 @@ from diloco.protocol.members import Member
 from diloco.syncer.metrics import SyncerMetrics
 
 Labels = frozenset[tuple[str, str]]
+
+RUN_VALUES: dict[str, Any] = {
+    "tokens": 700, "budget_tokens": 1000, "held_out_loss": 2.25, "training_losses": {"site-a": 2.5},
+    "tokens_per_s": 30.0, "eta_s": 10.0, "blocked_s": {"site-a": 1.5},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -70,15 +76,7 @@ def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
 
 def test_how_the_run_goes(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
-    metrics.set_run(
-        tokens=700,
-        budget_tokens=1000,
-        held_out_loss=2.25,
-        training_losses={"site-a": 2.5},
-        tokens_per_s=30.0,
-        eta_s=10.0,
-        blocked_s={},
-    )
+    metrics.set_run(**RUN_VALUES)
     found = scrape(port)
     assert found["diloco_run_tokens_total"] == {labels(): 700}
     assert found["diloco_budget_tokens"] == {labels(): 1000}
@@ -86,15 +84,8 @@ def test_how_the_run_goes(metrics: SyncerMetrics) -> None:
     assert found["diloco_training_loss"] == {labels(learner="site-a"): 2.5}
     assert found["diloco_tokens_per_second"] == {labels(): 30.0}
     assert found["diloco_eta_seconds"] == {labels(): 10.0}
-    metrics.set_run(
-        tokens=700,
-        budget_tokens=None,
-        held_out_loss=None,
-        training_losses={},
-        tokens_per_s=None,
-        eta_s=None,
-        blocked_s={},
-    )
+    unknown = dict.fromkeys(("budget_tokens", "held_out_loss", "tokens_per_s", "eta_s"))
+    metrics.set_run(**RUN_VALUES | unknown | {"training_losses": {}, "blocked_s": {}})
     found = scrape(port)
     assert not {"diloco_budget_tokens", "diloco_held_out_loss", "diloco_eta_seconds"} & set(found)
 

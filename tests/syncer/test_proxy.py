@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 import pytest
 from benchmarks import haproxy
 from benchmarks.haproxy import Proxy
-from benchmarks.processes import SyncerProcess, until
+from benchmarks.processes import SyncerProcess, run_file, until
 from cryptography import x509
 from tests.syncer.runs import train
 
@@ -31,16 +31,6 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.keys.keyring import Keyring
 
 RUN = "besieged"
-RUN_FILE = f"""
-[run]
-name = "{RUN}"
-tokens = 1_000_000_000
-[method]
-preset = "DiLoCo"
-sync_every = 4
-[syncer]
-keys = "{{keys}}"
-"""
 NAMES = ("site-a", "site-b")
 HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(32)
 """The beginning of a ClientHello of 200 bytes."""
@@ -61,6 +51,11 @@ def _haproxy() -> None:
         pytest.skip(lacks)
 
 
+def served_with(keys: Path) -> str:
+    """The run file of a syncer with these keys."""
+    return run_file(RUN, syncer={"keys": str(keys)}, preset="DiLoCo", sync_every=4)
+
+
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys") / "keys"
@@ -71,7 +66,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def syncer(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(tmp_path_factory.mktemp("syncer"), RUN_FILE.format(keys=keys / "syncer"))
+    it = SyncerProcess(tmp_path_factory.mktemp("syncer"), served_with(keys / "syncer"))
     with Training(it.address, keys, "site-a", initialise=True) as learner:
         learner.goes_on()
     yield it
@@ -300,7 +295,7 @@ def test_a_connection_that_was_idle_for_too_long_is_dialled_anew(
 
 def test_a_standby_is_reached_by_its_name(tmp_path: Path, syncer: SyncerProcess, keys: Path) -> None:
     (tmp_path / "standby").mkdir()
-    second = SyncerProcess(tmp_path / "standby", RUN_FILE.format(keys=keys / "standby"))
+    second = SyncerProcess(tmp_path / "standby", served_with(keys / "standby"))
     try:
         with Proxy(tmp_path / "proxy", syncer.address, standby=second.address) as proxy:
             for name, directory in (("a.example.org", "syncer"), ("b.example.org", "standby")):

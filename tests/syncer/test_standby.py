@@ -4,11 +4,13 @@ away, promotion, clean stops and restarts. No version is lost, and never do two 
 from __future__ import annotations
 
 import itertools
+import re
 import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
+from tests.following.published import METHODS, published_run
 from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, train
 from tests.syncer.standbys import Pair, SharingSyncer
 
@@ -25,6 +28,7 @@ from diloco import events
 from diloco.cli import main
 from diloco.errors import StandbyError
 from diloco.exchange.dialling import fetch_status
+from diloco.store.objects import open_store
 from diloco.syncer.server import BOOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -260,18 +264,24 @@ def test_all_learners_fail_together_with_the_first(tmp_path: Path) -> None:
         raw.connection.close()
         pair.until_serving(pair.b)
         assert pair.manifest().versions == (1, 0)
-        raw = Raw(pair.b.address)
-
-        def has_joined() -> bool:
-            with suppress(StandbyError):  # it has still to load the run
-                raw.join(process=1)
-            return raw.incarnation > 0
-
-        until(has_joined, "no learner can join")
+        raw = come_back(pair.b)
         raw.push(payload, round=1, base=1, step=6)
         until(lambda: pair.manifest().versions == (2, 0), "nothing is published")
         raw.connection.close()
         pair.check()
+
+
+def come_back(syncer: SharingSyncer) -> Raw:
+    """A learner that joins again, as another process."""
+    raw = Raw(syncer.address)
+
+    def has_joined() -> bool:
+        with suppress(StandbyError):  # it has still to load the run
+            raw.join(process=1)
+        return raw.incarnation > 0
+
+    until(has_joined, "no learner can join")
+    return raw
 
 
 @pytest.mark.slow
@@ -376,6 +386,57 @@ def test_a_start_that_is_no_standby_is_refused_where_another_syncer_serves(tmp_p
         assert "Traceback" not in said
         assert pair.a.standing() == "serving"
         assert pair.manifest().epoch == 1
+
+
+def test_a_standby_refuses_a_manifest_that_names_objects_of_two_runs_and_gives_up_the_lease(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        pair = stack.enter_context(Pair(tmp_path, at_least=1))
+        other = stack.enter_context(published_run(tmp_path / "other", METHODS["4 bits"], joins=False))
+        raw = Raw(pair.a.address)
+        raw.initialise()
+        raw.connection.close()
+        pair.a.kill()
+        bucket, theirs = pair.bucket(), other.syncer.driver.manifest.frozen
+        assert theirs is not None
+        bucket.put(theirs, [open_store(tmp_path / "other" / "state").get(theirs)])
+        found = bucket.manifest()
+        assert found is not None
+        damaged = replace(pair.manifest(), frozen=theirs)
+        bucket.swap(damaged.to_bytes(), found.token)
+        before = {name: bytes(bucket.get(name)) for name in bucket.list()}
+        until(pair.b.has_ended, "the standby does not end")
+        [*_, said] = (tmp_path / "b" / "syncer.log").read_text().splitlines()
+        words = r"diloco: the manifest of (\S+) names objects of two runs; `diloco syncer check \1` says what can .*\."
+        assert re.fullmatch(words, said)
+        assert {name: bytes(bucket.get(name)) for name in bucket.list()} == before
+        assert pair.manifest() == replace(damaged, epoch=2, serial=damaged.serial + 2, boot=0, address="")
+
+
+def test_a_standby_takes_over_while_it_loads_the_model_that_it_is_to_hold(tmp_path: Path) -> None:
+    """The bucket answers its first read of a version only after the takeover. What that brings is dropped."""
+    payload = method(codec="e3m0").for_fragment(0).up.encode(torch.ones(layout().fragments[0].numel))
+    with Pair(tmp_path, at_least=1, more="hold = true") as pair:
+        raw = Raw(pair.a.address)
+        raw.initialise()
+        raw.connection.close()
+        pair.b.kill()
+        pair.server.fault("late", method="GET", path=pair.manifest().fragments[0][0].held)
+        pair.b.start()
+        until(lambda: pair.server.num_waiting == 1, "it does not load the model")
+        pair.a.kill()
+        pair.until_serving(pair.b)
+        raw = come_back(pair.b)
+        raw.push(payload)
+        until(lambda: pair.manifest().versions == (1, 0), "nothing is published")
+        assert pair.server.num_waiting == 1
+        pair.server.release()
+        until(lambda: pair.server.num_waiting == 0, "the read does not end")
+        raw.push(payload, round=1, base=1, step=6, trained=10)
+        until(lambda: pair.manifest().versions == (2, 0), "nothing is published")
+        store: Any = fetch_status(pair.b.address, run=RUN)["store"]
+        assert not store["holds"]
+        raw.connection.close()
+        pair.check()
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of
-from tests.syncer.test_faults import QUICK, until
+from tests.syncer.runs import RUN, Raw, fall_silent, is_initialised, layout, method, start, status_of
 from typer.testing import CliRunner
 
 import diloco
@@ -45,7 +44,7 @@ ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
 
 @pytest.fixture
 def syncer(tmp_path: Path) -> Iterator[Syncer]:
-    with start(tmp_path, method(), deadlines=QUICK) as it:
+    with start(tmp_path, method()) as it:
         yield it
 
 
@@ -141,7 +140,7 @@ def test_who_trains_which_experts(tmp_path: Path) -> None:
     mixture = replace(method(), fragments=cut, sync_every=1)
     held, whole = layout_of(specs, (), cut), diloco.FP32().encode(torch.ones(10))
     nothing = whole[:0]
-    with start(tmp_path, mixture, deadlines=QUICK) as syncer:
+    with start(tmp_path, mixture) as syncer:
         first, second = (Raw(syncer.address, name, held=held) for name in ("first", "second"))
         first.initialise()
         first.join()
@@ -261,12 +260,8 @@ def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
     assert first.push(ONES)
     assert "waiting for second; second is given up in" in " ".join(shown(syncer).split())
     second.connection.close()
-
-    def is_given_up() -> bool:
-        beat(first, 1)
-        return "second" not in status_of(syncer)["learners"]
-
-    until(is_given_up, "second is not given up")
+    fall_silent(syncer, "second")
+    assert "second" not in status_of(syncer)["learners"]
     text = shown(syncer, "--fragments")
     assert "gone" in text
     assert "1 live, 1 healthy" in text

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.syncer.runs import RUN, LearnerThreads, Raw, method, start, status_of, train
+from tests.syncer.runs import PATIENT, RUN, LearnerThreads, Raw, method, start, status_of, train
 from tests.syncer.test_faults import until
 from tests.syncer.test_live_page import entered, post
 
@@ -128,7 +128,7 @@ def test_learners_stand_still_while_the_run_is_paused_also_over_a_restart(tmp_pa
 def _options(tmp_path: Path, port: int) -> Any:
     from diloco.syncer.server import Options
 
-    return Options(f"127.0.0.1:{port}", tmp_path / "state")
+    return Options(f"127.0.0.1:{port}", tmp_path / "state", deadlines=PATIENT)
 
 
 def _live(syncer: Syncer) -> list[str]:

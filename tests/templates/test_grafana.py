@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.syncer.test_metrics import RUN_VALUES, member, scrape
 from tests.test_project import ROOT
 
 from diloco.demo.plan import free_port
 from diloco.protocol.in_flight import Ledger
-from diloco.protocol.members import Member
 from diloco.syncer.metrics import SyncerMetrics
 
 DASHBOARD = json.loads((ROOT / "templates" / "grafana.json").read_text())
@@ -34,17 +34,9 @@ def filled() -> SyncerMetrics:
     """The metrics of a run in which everything has happened that a panel shows."""
     metrics = SyncerMetrics("demo")
     happen(metrics)
-    metrics.set_learners([Member("site-a", 1, 40, seen_at=0.0, progressed_at=0.0, step_s=0.5, ready=True)])
+    metrics.set_learners([member("site-a", 40, 0.5, healthy=True)])
     metrics.set_ledgers({"site-a": [Ledger(100, 60, 10, {"overlap": 5})]})
-    metrics.set_run(
-        tokens=700,
-        budget_tokens=1000,
-        held_out_loss=2.25,
-        training_losses={"site-a": 2.5},
-        tokens_per_s=30.0,
-        eta_s=10.0,
-        blocked_s={"site-a": 1.5},
-    )
+    metrics.set_run(**RUN_VALUES)
     metrics.version.labels(0).set(7)
     return metrics
 
@@ -97,7 +89,7 @@ def test_every_query_gives_data(tmp_path: Path) -> None:
     metrics = filled()
     try:
         with prometheus(tmp_path, metrics.serve()) as port:
-            waiting, deadline = set(QUERIES), time.monotonic() + 100
+            waiting, deadline = set(QUERIES), time.monotonic() + 300
             while waiting and time.monotonic() < deadline:
                 happen(metrics)
                 waiting = {query for query in waiting if not answer(port, query)}
@@ -111,6 +103,7 @@ def test_every_query_gives_data(tmp_path: Path) -> None:
 
 def test_a_query_names_metrics_that_there_are() -> None:
     metrics = filled()
-    known = {sample.name for family in metrics.registry.collect() for sample in family.samples}
+    known = set(scrape(metrics.serve()))
+    metrics.close()
     named = {name for query in QUERIES for name in re.findall(r"\bdiloco_\w+", query)}
     assert named <= known

@@ -262,7 +262,7 @@ def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> Non
     with serve(tiny(SCHEDULED), tmp_path / "state") as syncer:
         config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
         with held_up(config), torchrun(config, tmp_path / "job", "--name", "second", "--shard", "1") as process:
-            until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait", 120.0)
+            until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait")
             os.kill(process.pid if to == "torchrun" else rank_of(process.pid, 1), signal.SIGTERM)
             output, errors = process.communicate(timeout=WAIT_S)
             assert "stops after step 6, while it waited for others" in output, errors

@@ -56,7 +56,7 @@ def serving(
 ) -> Iterator[tuple[int, OneAtATime]]:
     """Serve an empty bucket from this process; yields a loopback port, and what answers there.
 
-    This process, and those that it starts, get `CREDENTIALS`.
+    This process, and those that it starts meanwhile, get `CREDENTIALS`.
 
     Arguments:
         around: what takes the requests before they are executed.
@@ -72,12 +72,17 @@ def serving(
             if kind == "error":
                 super().log(kind, message, *args)
 
-    os.environ.update(CREDENTIALS)
     application = OneAtATime(DomainDispatcherApplication(create_backend_app))
     application(create_environ(f"/{bucket}", "http://127.0.0.1", method="PUT"), lambda *_: None)
     server = make_server("127.0.0.1", 0, around(application), threaded=True, request_handler=Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    before = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
+    os.environ.update(CREDENTIALS)
     try:
         yield server.port, application
     finally:
+        for name in CREDENTIALS:
+            del os.environ[name]
+        os.environ.update(before)
         server.shutdown()
+        server.server_close()
