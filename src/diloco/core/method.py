@@ -52,6 +52,10 @@ _REGISTRIES: Mapping[str, Registry[Choice]] = {
 }  # fmt: skip
 
 
+_PLAIN = ("sync_every", "overlap", "wait", "weight", "quorum", "screen", "partial", "outer", "outer_at", "adopt")
+"""Fields whose defaults are the plain mean after every step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """The answers that make one training method.
@@ -195,22 +199,11 @@ class Method:
 
     def _require_plain_averaging(self) -> None:
         """Refuse options other than the plain mean after every step."""
-        needed = {
-            "sync_every": 1,
-            "overlap": 0,
-            "wait": True,
-            "weight": "uniform",
-            "quorum": AllLive(self.quorum.at_least),
-            "screen": None,
-            "partial": "full",
-            "outer": SGD(lr=1.0),
-            "outer_at": "syncer",
-            "adopt": Replace(),
-        }
-        for name, value in needed.items():
-            if getattr(self, name) != value:
+        for each in fields(self):
+            needed = AllLive(self.quorum.at_least) if each.name == "quorum" else each.default
+            if each.name in _PLAIN and getattr(self, each.name) != needed:
                 raise ConfigError(
-                    f"averaging {self.exchanged} needs {name}={value!r}, not {getattr(self, name)!r}; "
+                    f"averaging {self.exchanged} needs {each.name}={needed!r}, not {getattr(self, each.name)!r}; "
                     "use LocalSGD or DiLoCo for anything but averaging at every step."
                 )
 
