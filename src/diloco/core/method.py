@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
-from diloco.core.choices import Choice, Registry, fraction, nearest, plain
+from diloco.core.choices import Choice, Registry, fraction, nearest, one_of, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Experts, Fragmentation, Layout, Whole, cut_in_words
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
@@ -118,8 +118,7 @@ class Method:
             ("outer_at", self.outer_at, OUTER_AT),
             ("partial", self.partial, PARTIAL),
         ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
+            one_of(*known)(name, value)
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 kinds = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from diloco.core.adopt import Eager, Mix
-from diloco.core.choices import nearest, whole_number
+from diloco.core.choices import nearest, one_of, whole_number
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, LayersOrBalanced
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
@@ -33,8 +33,7 @@ def DataParallel(
     `average="parameters"` averages θ after every step instead. That equals averaging gradients only where the inner
     optimizer is stateless, so a learner refuses any other optimizer.
     """
-    if average not in ("gradients", "parameters"):
-        raise ConfigError(f"average is {average!r}; use 'gradients' or 'parameters'.")
+    one_of("gradients", "parameters")("average", average)
     where = "Dean et al. 2012, Large Scale Distributed Deep Networks"
     return _method("DataParallel", where, locals(), exchanged=average)
 
@@ -123,8 +122,7 @@ def SparseLoCo(
 
     Reference: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
     """
-    if average not in ("senders", "learners"):
-        raise ConfigError(f"average is {average!r}; use 'senders' or 'learners'.")
+    one_of("senders", "learners")("average", average)
     if error_feedback is None:
         error_feedback = 0.0 if _codecs(codec)[0].lossless else 0.95
     merge = SenderMean() if average == "senders" else Mean()
