@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -148,8 +150,8 @@ def described_by_all(mine: ModelDescription, group: Group) -> ModelDescription:
     Raises:
         LayoutError: two ranks describe a tensor differently.
     """
-    of_ranks = group.gather_values(mine.to_dict(), "what each rank holds of the model")
-    return merged([ModelDescription.from_dict(each) for each in of_ranks])
+    of_ranks = group.gather_values(asdict(mine), "what each rank holds of the model")
+    return merged(TypeAdapter(list[ModelDescription]).validate_python(of_ranks))
 
 
 def merged(described: Sequence[ModelDescription]) -> ModelDescription:
