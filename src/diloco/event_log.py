@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import StoreError, translated
 from diloco.events import Event, Gap, event_types
-from diloco.whole_files import unused
+from diloco.whole_files import free_path
 
 log = logging.getLogger("diloco")
 
@@ -100,7 +100,7 @@ class EventLog:
         if self._has_whole_lines:
             return
         if self.path.exists() and not _cut_torn_line(self.path):
-            aside = unused(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
+            aside = free_path(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
             self.path.rename(aside)
             log.warning("%s does not end like an event log: renamed to %s, and begun anew", self.path, aside)
         if not self.path.exists():  # renamed here or by another process

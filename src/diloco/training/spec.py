@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diloco.events import CheckpointUnusable
 from diloco.protocol.session.joining import Initialises
-from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.data.corpus import Corpus
 
 INTERRUPT_AFTER_S = 0.2
@@ -35,7 +35,7 @@ class LearnerSpec:
     initialise: Initialises = False
     resume_from: Path | None = None
     supervised: bool = False
-    unusable: tuple[UnusableCheckpoint, ...] = ()
+    unusable: tuple[CheckpointUnusable, ...] = ()
 
 
 @dataclass(frozen=True)
