@@ -33,13 +33,8 @@ from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]
-EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
-
 OuterAt = Literal["syncer", "learners"]
-OUTER_AT: tuple[OuterAt, ...] = get_args(OuterAt)
-
 Partial = Literal["full", "scale"]
-PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
 _KINDS: dict[str, type] = {
     "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer,
@@ -114,9 +109,9 @@ class Method:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("weight", self.weight, WEIGHTS),
-            ("exchanged", self.exchanged, EXCHANGED),
-            ("outer_at", self.outer_at, OUTER_AT),
-            ("partial", self.partial, PARTIAL),
+            ("exchanged", self.exchanged, get_args(Exchanged)),
+            ("outer_at", self.outer_at, get_args(OuterAt)),
+            ("partial", self.partial, get_args(Partial)),
         ):
             one_of(*known)(name, value)
         for name, kind in _KINDS.items():

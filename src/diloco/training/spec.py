@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +104,3 @@ class Summary:
     step_s: float  # mean time of an inner step, without evaluation and checkpoints
     sample: str
     metrics: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
