@@ -394,9 +394,7 @@ class RunConfig(Table):
     @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in steps."""
-        return (
-            self.schedule.steps if self.schedule.steps is not None else -(-self.run.tokens // self.tokens_per_full_step)
-        )
+        return self.schedule.steps or -(-self.run.tokens // self.tokens_per_full_step)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:

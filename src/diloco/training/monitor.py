@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from diloco import events as ev
 from diloco.event_log import EventLog
@@ -184,9 +184,7 @@ class Monitor:
         self.say(f"step {step}: held-out loss of the global model {loss:.4f}")
         return loss
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the events file."""
         if self._log is not None:
             self._log.close()
