@@ -73,12 +73,7 @@ class EventLog:
         return stamped
 
     def _stamped(self, event: E) -> E:
-        stamp: dict[str, Any] = {}
-        if not event.t:
-            stamp["t"] = round(self._clock(), 6)
-        if not event.who:
-            stamp["who"] = self.who
-        return event.model_copy(update=stamp)
+        return event.model_copy(update={"t": event.t or round(self._clock(), 6), "who": event.who or self.who})
 
     def _write(self, event: Event) -> None:
         """Write the event, after a `Gap` for lost ones; if the disk takes only a part, remove that part."""

@@ -20,16 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, required_library
 from diloco.exchange.base import Exchange
-from diloco.integrations.common import (
-    LearnerOptions,
-    forward_schedule,
-    load_part,
-    required_library,
-    save_part,
-    steps_missed,
-)
+from diloco.integrations.common import LearnerOptions, forward_schedule, load_part, save_part, steps_missed
 from diloco.learner import Learner
 
 with required_library("accelerate"):

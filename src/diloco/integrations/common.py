@@ -1,19 +1,17 @@
-"""Shared by all integrations: the import of a library that may be absent, the arguments of the learner, its part of a
-checkpoint, and a schedule that follows the run."""
+"""Shared by all integrations: the arguments of the learner, its part of a checkpoint, and a schedule that follows the
+run."""
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.core.method import Method
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError
 from diloco.exchange.base import Exchange
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
@@ -38,31 +36,11 @@ class LearnerOptions(TypedDict, total=False):
 
 
 def learner_with(exchange: Exchange, **options: Unpack[LearnerOptions]) -> Callable[..., Learner]:
-    """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks."""
-    signature(Learner).bind_partial(**options)
+    """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks, or
+    that is the integration's own to set."""
     if others := options.keys() - LearnerOptions.__annotations__.keys():
-        raise TypeError(f"{sorted(others)} of Learner are this integration's own to set")
+        raise TypeError(f"{sorted(others)} are no arguments here; pass {', '.join(LearnerOptions.__annotations__)}.")
     return partial(Learner, exchange=exchange, **options)
-
-
-@contextmanager
-def required_library(library: str, *, extra: str | None = None) -> Iterator[None]:
-    """A context that imports `library`.
-
-    Arguments:
-        extra: extra of this package that installs the library; None: the extra has the library's name.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != library:
-            raise
-        raise ConfigError(
-            f"this integration needs {library}, which is not installed; pip install 'diloco[{extra or library}]'"
-        ) from error
 
 
 def save_part(checkpoint: Path, rank: int, learner: Learner, **more: int) -> None:

@@ -18,16 +18,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import CheckpointError, ConfigError, DilocoError
+from diloco.errors import CheckpointError, ConfigError, DilocoError, required_library
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.integrations.common import (
-    LearnerOptions,
-    forward_schedule,
-    learner_with,
-    required_library,
-    steps_missed,
-)
+from diloco.integrations.common import LearnerOptions, forward_schedule, learner_with, steps_missed
 from diloco.learner import Learner
 from diloco.training.checkpoint import from_bytes, to_bytes
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError, ConfigError, required_library
 from diloco.exchange.base import Exchange
 from diloco.integrations.accelerate import PreparedOptimizer, num_copies
 from diloco.integrations.common import (
@@ -30,7 +30,6 @@ from diloco.integrations.common import (
     forward_schedule,
     learner_with,
     load_part,
-    required_library,
     save_part,
     steps_missed,
 )
