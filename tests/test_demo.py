@@ -22,11 +22,11 @@ from diloco.demo.plan import LEARNERS, QUICK, SYNCERS, Plan, free_port, prepared
 from diloco.demo.processes import DemoProcesses, Kill
 from diloco.demo.story import tell
 from diloco.demo.summary import (
-    back,
     baseline_bytes,
     describe,
     headline,
     num_lost,
+    recovery,
     summarise,
     write_report,
 )
@@ -129,8 +129,8 @@ def test_two_syncers_are_one_run(shared_run: Path) -> None:
         assert (each.traffic, each.num_restarts) == ({"updates": 14}, 1)
     shown = story.since(0)
     assert (shown["head"]["state"], shown["head"]["restarts"], shown["head"]["num_bytes"]) == ("ended", 1, 14)
-    assert back(read(shared_run), Kill("syncer", 38.5)) == (4.5, "standby")
-    assert back(read(shared_run), Kill("standby", 44.5)) == (0.5, "syncer")
+    assert recovery(read(shared_run), Kill("syncer", 38.5)) == (4.5, "standby")
+    assert recovery(read(shared_run), Kill("standby", 44.5)) == (0.5, "syncer")
 
 
 def test_a_version_that_is_published_again_or_not_in_the_end_is_lost(shared_run: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_killed_process_is_away_until_it_does_its_work_again(run: Path) -> Non
         log.append(merged(63, 4, "learner-0", "learner-1"))
     timeline = read(run)
     kills = [Kill("learner-1", 52), Kill("syncer", 38.5), Kill("learner-2", 33)]
-    assert [back(timeline, kill) for kill in kills] == [(11, "learner-1"), (1.5, "syncer"), (None, "learner-2")]
+    assert [recovery(timeline, kill) for kill in kills] == [(11, "learner-1"), (1.5, "syncer"), (None, "learner-2")]
 
 
 LEARNER = {"name": "learner-2", "back_s": 5.25, "by": "learner-2"}

@@ -61,7 +61,7 @@ def test_names_for_type_checkers_are_the_names_at_run_time() -> None:
     declared = {
         alias.asname or alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert declared | {"__version__"} == set(diloco.__all__)
+    assert declared | {"__version__", "errors"} == set(diloco.__all__)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -6,8 +6,9 @@ torch.
 
 from typing import TYPE_CHECKING
 
+from diloco import errors as errors
+
 if TYPE_CHECKING:
-    from diloco import errors as errors
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Experts, LayersOrBalanced, Named, Whole
@@ -94,8 +95,6 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         value = version("diloco")
-    elif name == "errors":
-        value = importlib.import_module("diloco.errors")
     else:
         homes = (importlib.import_module(f"diloco.{module}") for module in _MODULES)
         value = next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -394,9 +394,7 @@ class RunConfig(Table):
     @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in steps."""
-        return (
-            self.schedule.steps if self.schedule.steps is not None else -(-self.run.tokens // self.tokens_per_full_step)
-        )
+        return self.schedule.steps or -(-self.run.tokens // self.tokens_per_full_step)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:
@@ -418,15 +416,13 @@ def parse_config(
     # The batch is that of all learners, also where it is a default.
     tables = _merged(tables, {"train": {"global_batch": config.train.global_batch}})
     for name, own in config.learner.items():
-        keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
-        if "global_batch" in own.get("train", {}):
-            keys.append("train.global_batch")
-        for key in keys:
-            if key not in LEARNERS_OWN:
-                raise ConfigError(
-                    f"{source}: [learner.{name}] sets {key}, which all learners of a run share; "
-                    f"set only {', '.join(LEARNERS_OWN)} there"
-                )
+        shared = [f"the table {key}" for key in own if key not in LEARNERS_OWN]
+        shared += ["train.global_batch"] if "global_batch" in own.get("train", {}) else []
+        if shared:
+            raise ConfigError(
+                f"{source}: [learner.{name}] sets {shared[0]}, which all learners of a run share; "
+                f"set only {', '.join(LEARNERS_OWN)} there"
+            )
         of_learner = _read(_merged(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
             resolved = of_learner

@@ -184,6 +184,26 @@ def translated(
         raise to(f"{failed} ({first_line(error)}); {advice}") from error
 
 
+@contextmanager
+def required_library(library: str, *, extra: str = "", by: str = "this integration needs") -> abc.Iterator[None]:
+    """A context that imports `library`.
+
+    Arguments:
+        extra: extra of this package that installs the library; "": the extra has the library's name.
+        by: what needs it, in the error.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != library:
+            raise
+        message = f"{by} {library}, which is not installed; pip install 'diloco[{extra or library}]'"
+        raise ConfigError(message) from error
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a foreign error, without the number of a system error."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]

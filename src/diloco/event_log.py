@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import StoreError, translated
 from diloco.events import Event, Gap, event_types
-from diloco.whole_files import unused
+from diloco.whole_files import free_path
 
 log = logging.getLogger("diloco")
 
@@ -73,12 +73,7 @@ class EventLog:
         return stamped
 
     def _stamped(self, event: E) -> E:
-        stamp: dict[str, Any] = {}
-        if not event.t:
-            stamp["t"] = round(self._clock(), 6)
-        if not event.who:
-            stamp["who"] = self.who
-        return event.model_copy(update=stamp)
+        return event.model_copy(update={"t": event.t or round(self._clock(), 6), "who": event.who or self.who})
 
     def _write(self, event: Event) -> None:
         """Write the event, after a `Gap` for lost ones; if the disk takes only a part, remove that part."""
@@ -100,7 +95,7 @@ class EventLog:
         if self._has_whole_lines:
             return
         if self.path.exists() and not _cut_torn_line(self.path):
-            aside = unused(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
+            aside = free_path(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
             self.path.rename(aside)
             log.warning("%s does not end like an event log: renamed to %s, and begun anew", self.path, aside)
         if not self.path.exists():  # renamed here or by another process

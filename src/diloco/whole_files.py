@@ -47,7 +47,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def unused(named: Callable[[int], Path]) -> Path:
+def free_path(named: Callable[[int], Path]) -> Path:
     """The first path, by numbers from 1 on, that does not exist."""
     return next(path for path in map(named, itertools.count(1)) if not path.exists())
 

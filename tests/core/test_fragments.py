@@ -292,9 +292,9 @@ def test_sizes_are_whole_numbers(wrong: object) -> None:
 
 
 def test_an_unknown_pattern_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'strided' or 'sequential', not 'stride'"):
+    with pytest.raises(ConfigError, match="is 'stride'; use 'strided' or 'sequential'"):
         ByLayer(pattern="stride")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'strided' or 'sequential', not 'stride'"):
+    with pytest.raises(ConfigError, match="is 'stride'; use 'strided' or 'sequential'"):
         LayersOrBalanced(pattern="stride")  # type: ignore[arg-type]
 
 

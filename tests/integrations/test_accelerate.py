@@ -18,8 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
 from diloco.errors import CheckpointError, ConfigError
-from diloco.integrations.accelerate import AcceleratedLearner, is_first_copy, num_copies, require_part
+from diloco.integrations.accelerate import AcceleratedLearner, is_first_copy, num_copies
+from diloco.integrations.common import load_part
 from diloco.syncer.server import Syncer
+from diloco.training.checkpoint import save_checkpoint
 
 METHOD = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))
 
@@ -155,10 +157,10 @@ def test_ranks_that_share_a_batch_count_it_once(rank: int) -> None:
 def test_a_checkpoint_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
     """By each rank that has no part in it; those that have one hear from each other (`Learner.load_state_dict`)."""
     for rank in range(2):
-        (tmp_path / f"rank-{rank}").mkdir()
-    require_part(tmp_path / "rank-1", 3)
+        save_checkpoint(tmp_path / "diloco" / f"rank-{rank}", 7, {"steps": 7, "learner": {}}, keep=1)
+    assert load_part(tmp_path, 1, num_ranks=3) == {"steps": 7, "learner": {}}
     with pytest.raises(CheckpointError, match="of 2 ranks, and this one has 3; use the same number"):
-        require_part(tmp_path / "rank-2", 3)
+        load_part(tmp_path, 2, num_ranks=3)
 
 
 def test_an_optimizer_that_was_not_prepared_is_refused(syncer: Syncer) -> None:

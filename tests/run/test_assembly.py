@@ -19,7 +19,7 @@ FIRST, SECOND = (0, 1), (1, NUM_BYTES)
 
 def begin(scene: Scene, c: Contribution, span: tuple[int, int], payload: int = 1) -> Upload[MemorySlot]:
     push = scene.driver.begin_push(c, NUM_BYTES, boot=scene.driver.boot, span=span)
-    push.slot.payload = payload
+    push.slot.tensor = payload
     return push
 
 

@@ -120,7 +120,7 @@ def test_a_part_goes_on_where_it_was() -> None:
     again = scene.driver.begin_push(c, NUM_BYTES, boot=scene.driver.boot, span=whole)
     assert again.received == 1
     assert again.slot is push.slot
-    again.slot.payload = 1
+    again.slot.tensor = 1
     assert complete(scene, again) is None
     scene.settle()
     assert scene.driver.state.versions == (1, 0)

@@ -66,12 +66,12 @@ class Sums:
         return 4 * num_elements
 
     def check(self, slot: MemorySlot, fragment: int, num_elements: int) -> PayloadError | None:
-        return NonFiniteError("it is not finite.") if slot.payload < 0 else None
+        return NonFiniteError("it is not finite.") if slot.tensor < 0 else None
 
     def close(
         self, action: MergeRound, layout: Any, held: Number, slots: Sequence[MemorySlot]
     ) -> MergedRound[Number, int] | PayloadError:
-        value = sum(slot.payload for slot in slots)
+        value = sum(slot.tensor for slot in slots)
         if value > self.most:
             return NonFiniteError("the sum is too large.")
         new = Number(held.version + 1, held.value + value)
@@ -272,7 +272,7 @@ class Scene:
         """A push that has come up whole."""
         num_bytes = 0 if c.is_empty else NUM_BYTES
         push = self.driver.begin_push(c, num_bytes, boot=self.boot, process=process)
-        push.slot.payload = payload
+        push.slot.tensor = payload
         return push
 
     def push(self, c: Contribution, payload: int = 1) -> DilocoError | None:

@@ -119,7 +119,7 @@ class StormWire:
             upload = driver.begin_push(call.contribution, payload.numel(), boot=call.boot, process=call.claim.process)
         except DilocoError:
             return
-        upload.slot.payload = payload
+        upload.slot.tensor = payload
         driver.complete_push(upload, lambda _: None)
 
     def _carry(self, connection: _Connection, direction: str, num_bytes: int, arrives: Callable[[], None]) -> None:

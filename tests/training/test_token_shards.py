@@ -194,6 +194,30 @@ def test_what_goes_wrong_while_shards_are_made_is_one_sentence(rows: Path, token
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match="has no texts to train on"):
         write_token_shards(table(paths=[tmp_path / "empty.txt"]), tmp_path / "nothing", shard_tokens=5_000)
+    held_out = table(paths=[rows], held_out_paths=[tmp_path / "empty.txt"])
+    with pytest.raises(ConfigError, match="has no texts to hold out; check data.held_out_paths"):
+        write_token_shards(held_out, tmp_path / "nothing held out", shard_tokens=5_000)
+
+
+def test_an_empty_file_has_no_shard_and_an_empty_shard_no_tokens(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    directory = tmp_path / "shards"
+    index = write_token_shards(table(paths=[tmp_path / "empty.txt", rows]), directory, shard_tokens=5_000)
+    assert all(shard.num_tokens for shard in index.shards["train"])
+    before = corpus.load_corpus(DataTable(kind="tokens", directory=directory))
+    values = json.loads((directory / "index.json").read_text())
+    for number in (0, len(index.shards["train"]) + 1):  # the first, and one after the last
+        values["shards"]["train"].insert(number, {"num_tokens": 0, "num_documents": 0, "sha256": ""})
+    for number, shard in reversed([*enumerate(values["shards"]["train"])]):
+        file = directory / f"train-{number:05d}.bin"
+        if shard["num_tokens"]:
+            (directory / shard["file"]).rename(file)
+        else:
+            file.touch()
+        shard["file"] = file.name
+    (directory / "index.json").write_text(json.dumps(values))
+    after = corpus.load_corpus(DataTable(kind="tokens", directory=directory))
+    assert after.fingerprint() == before.fingerprint()
 
 
 def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:

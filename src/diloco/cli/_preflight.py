@@ -8,7 +8,7 @@ import typer
 
 from diloco.config import RunConfig
 from diloco.errors import AlreadyInitialisedError, CheckpointError, RunError, StoreError, UnreachableError, translated
-from diloco.whole_files import unused
+from diloco.whole_files import free_path
 
 if TYPE_CHECKING:
     from diloco.training.rank_group import RankGroup
@@ -46,7 +46,7 @@ def check_directory(config: RunConfig, name: str, *, force: bool) -> None:
             f"{directory} holds an earlier start of {name}; {how}--force begins anew and keeps it, and --name or "
             "another [run] dir leaves it alone."
         )
-    kept = unused(lambda number: config.dir.with_name(f"{config.dir.name}-before-{number}") / name)
+    kept = free_path(lambda number: config.dir.with_name(f"{config.dir.name}-before-{number}") / name)
     with translated(OSError, StoreError, f"cannot move {directory} to {kept}", "move it yourself"):
         kept.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(kept)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -175,7 +175,7 @@ def _train(
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
                 summary = trainer.train()
         if job.is_first:
-            print_result(as_json, summary.to_dict(), _sentence(summary))
+            print_result(as_json, asdict(summary), _sentence(summary))
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
 

@@ -36,6 +36,18 @@ def checked(check: Callable[[str, object], Any], default: Any = dataclasses.MISS
     return dataclasses.field(default=default, metadata={"check": check})
 
 
+def one_of(*words: str) -> Callable[[str, object], Any]:
+    """A check that a value is one of these words."""
+    listed = " or ".join(map(repr, words)) if len(words) == 2 else f"one of {', '.join(map(repr, words))}"
+
+    def check(name: str, value: object) -> object:
+        if value not in words:
+            raise ConfigError(f"{name} is {value!r}; use {listed}.")
+        return value
+
+    return check
+
+
 ChoiceT_co = TypeVar("ChoiceT_co", bound=Choice, covariant=True)
 
 

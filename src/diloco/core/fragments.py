@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from diloco.core.choices import FROM_1, Choice, Registry, checked, whole_number
+from diloco.core.choices import FROM_1, Choice, Registry, checked, one_of, whole_number
 from diloco.core.codecs import codec_from_name
 from diloco.core.layout import (
     BaseTensor,
@@ -190,12 +190,6 @@ class Whole(Fragmentation):
         return (tuple(spec.name for spec in specs),)
 
 
-def _pattern(name: str, value: object) -> object:
-    if value not in ("strided", "sequential"):
-        raise ConfigError(f"{name} must be 'strided' or 'sequential', not {value!r}.")
-    return value
-
-
 @dataclass(frozen=True)
 class ByLayer(Fragmentation):
     """Whole transformer layers, `layers` to a fragment; everything outside them is a fragment of its own, the last one.
@@ -214,7 +208,7 @@ class ByLayer(Fragmentation):
     """
 
     layers: int = checked(FROM_1, 3)
-    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
+    pattern: Literal["strided", "sequential"] = checked(one_of("strided", "sequential"), "strided")
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         layer_of = _find_layers(specs)
@@ -267,7 +261,7 @@ class LayersOrBalanced(Fragmentation):
     """
 
     layers: int = checked(FROM_1, 3)
-    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
+    pattern: Literal["strided", "sequential"] = checked(one_of("strided", "sequential"), "strided")
     num_fragments: int = checked(FROM_1, 4)  # as many as a model of 12 layers has by the default, besides its embedding
 
     def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:

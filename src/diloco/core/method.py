@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
-from diloco.core.choices import Choice, Registry, fraction, nearest, plain
+from diloco.core.choices import Choice, Registry, fraction, nearest, one_of, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Experts, Fragmentation, Layout, Whole, cut_in_words
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
@@ -33,13 +33,8 @@ from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]
-EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
-
 OuterAt = Literal["syncer", "learners"]
-OUTER_AT: tuple[OuterAt, ...] = get_args(OuterAt)
-
 Partial = Literal["full", "scale"]
-PARTIAL: tuple[Partial, ...] = get_args(Partial)
 
 _KINDS: dict[str, type] = {
     "fragments": Fragmentation, "up": Codec, "down": Codec, "quorum": Quorum, "merge": Merge, "outer": Outer,
@@ -50,6 +45,10 @@ _REGISTRIES: Mapping[str, Registry[Choice]] = {
     "fragments": FRAGMENTATIONS, "quorum": QUORUMS, "screen": SCREENS, "merge": MERGES, "outer": OUTER_OPTIMIZERS,
     "adopt": ADOPTIONS,
 }  # fmt: skip
+
+
+_PLAIN = ("sync_every", "overlap", "wait", "weight", "quorum", "screen", "partial", "outer", "outer_at", "adopt")
+"""Fields whose defaults are the plain mean after every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +109,11 @@ class Method:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("weight", self.weight, WEIGHTS),
-            ("exchanged", self.exchanged, EXCHANGED),
-            ("outer_at", self.outer_at, OUTER_AT),
-            ("partial", self.partial, PARTIAL),
+            ("exchanged", self.exchanged, get_args(Exchanged)),
+            ("outer_at", self.outer_at, get_args(OuterAt)),
+            ("partial", self.partial, get_args(Partial)),
         ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}.")
+            one_of(*known)(name, value)
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 kinds = ", ".join(f"{each.__name__}(…)" for each in _leaves(kind))
@@ -195,22 +193,11 @@ class Method:
 
     def _require_plain_averaging(self) -> None:
         """Refuse options other than the plain mean after every step."""
-        needed = {
-            "sync_every": 1,
-            "overlap": 0,
-            "wait": True,
-            "weight": "uniform",
-            "quorum": AllLive(self.quorum.at_least),
-            "screen": None,
-            "partial": "full",
-            "outer": SGD(lr=1.0),
-            "outer_at": "syncer",
-            "adopt": Replace(),
-        }
-        for name, value in needed.items():
-            if getattr(self, name) != value:
+        for each in fields(self):
+            needed = AllLive(self.quorum.at_least) if each.name == "quorum" else each.default
+            if each.name in _PLAIN and getattr(self, each.name) != needed:
                 raise ConfigError(
-                    f"averaging {self.exchanged} needs {name}={value!r}, not {getattr(self, name)!r}; "
+                    f"averaging {self.exchanged} needs {each.name}={needed!r}, not {getattr(self, each.name)!r}; "
                     "use LocalSGD or DiLoCo for anything but averaging at every step."
                 )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
-from diloco.core.adopt import Adopt, Eager, Mix, Replace
-from diloco.core.choices import nearest, whole_number
+from diloco.core.adopt import Eager, Mix
+from diloco.core.choices import nearest, one_of, whole_number
 from diloco.core.codecs import Codec, codec_from_name
 from diloco.core.fragments import Balanced, LayersOrBalanced
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
@@ -33,10 +33,9 @@ def DataParallel(
     `average="parameters"` averages θ after every step instead. That equals averaging gradients only where the inner
     optimizer is stateless, so a learner refuses any other optimizer.
     """
-    if average not in ("gradients", "parameters"):
-        raise ConfigError(f"average is {average!r}; use 'gradients' or 'parameters'.")
-    paper = "Dean et al. 2012, Large Scale Distributed Deep Networks"
-    return _method("DataParallel", paper, codec, exchanged=average, fragments=fragments)
+    one_of("gradients", "parameters")("average", average)
+    where = "Dean et al. 2012, Large Scale Distributed Deep Networks"
+    return _method("DataParallel", where, locals(), exchanged=average)
 
 
 def LocalSGD(
@@ -50,11 +49,7 @@ def LocalSGD(
 
     Reference: Stich 2018, Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
     """
-    return _method(
-        "LocalSGD", "arXiv 1805.09767", codec, fragments=fragments, sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
-        outer=SGD(lr=1.0), adopt=_mixing(mix),
-    )  # fmt: skip
+    return _method("LocalSGD", "arXiv 1805.09767", locals(), outer=SGD(lr=1.0))
 
 
 def DiLoCo(
@@ -70,11 +65,7 @@ def DiLoCo(
 
     Reference: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
     """
-    return _method(
-        "DiLoCo", "arXiv 2311.08105", codec, fragments=fragments, sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
-        outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)), adopt=_mixing(mix),
-    )  # fmt: skip
+    return _method("DiLoCo", "arXiv 2311.08105", locals(), outer=Nesterov(lr=0.7, momentum=0.9))
 
 
 def StreamingDiLoCo(
@@ -93,9 +84,8 @@ def StreamingDiLoCo(
     Reference: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv 2501.18512, algorithm 2.
     """
     return _method(
-        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, LayersOrBalanced()),
-        sync_every=sync_every, overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight,
-        quorum=quorum, outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
+        "StreamingDiLoCo", "arXiv 2501.18512", locals(), fragments=LayersOrBalanced(),
+        outer=Nesterov(lr=0.4, momentum=0.9),
     )  # fmt: skip
 
 
@@ -113,11 +103,7 @@ def MuLoCo(
 
     Reference: Thérien et al. 2025, MuLoCo, arXiv 2505.23725.
     """
-    return _method(
-        "MuLoCo", "arXiv 2505.23725", codec, fragments=fragments, sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
-        outer=_or(outer, Nesterov(lr=0.8, momentum=0.7)), adopt=_mixing(mix),
-    )  # fmt: skip
+    return _method("MuLoCo", "arXiv 2505.23725", locals(), outer=Nesterov(lr=0.8, momentum=0.7))
 
 
 def SparseLoCo(
@@ -136,15 +122,11 @@ def SparseLoCo(
 
     Reference: Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706.
     """
-    if average not in ("senders", "learners"):
-        raise ConfigError(f"average is {average!r}; use 'senders' or 'learners'.")
+    one_of("senders", "learners")("average", average)
     if error_feedback is None:
         error_feedback = 0.0 if _codecs(codec)[0].lossless else 0.95
-    return _method(
-        "SparseLoCo", "arXiv 2508.15706", codec, fragments=fragments, sync_every=sync_every,
-        error_feedback=error_feedback, weight=weight, quorum=quorum,
-        merge=SenderMean() if average == "senders" else Mean(), outer=_or(outer, SGD(lr=1.0)),
-    )  # fmt: skip
+    merge = SenderMean() if average == "senders" else Mean()
+    return _method("SparseLoCo", "arXiv 2508.15706", locals(), outer=SGD(lr=1.0))
 
 
 def DelayedDiLoCo(
@@ -163,9 +145,8 @@ def DelayedDiLoCo(
     Reference: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv 2502.12996.
     """
     return _method(
-        "DelayedDiLoCo", "arXiv 2502.12996", codec, fragments=fragments, sync_every=sync_every,
-        overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
-        quorum=quorum, outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
+        "DelayedDiLoCo", "arXiv 2502.12996", locals(), overlap=_whole_intervals(intervals) * sync_every,
+        outer=Nesterov(lr=0.4, momentum=0.9), outer_at="learners",
     )  # fmt: skip
 
 
@@ -213,11 +194,8 @@ def DecoupledDiLoCo(
     Reference: Decoupled DiLoCo, arXiv 2604.21428.
     """
     return _method(
-        "DecoupledDiLoCo", "arXiv 2604.21428", codec, fragments=_or(fragments, Balanced(24)), sync_every=sync_every,
-        overlap=overlap, offsets=offsets, wait=False, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, Called()),
-        merge=_or(merge, RadialDirectional()), partial=partial, adopt=adopt,
-        outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)),
+        "DecoupledDiLoCo", "arXiv 2604.21428", locals(), fragments=Balanced(24), wait=False, quorum=Called(),
+        merge=RadialDirectional(), outer=Nesterov(lr=0.7, momentum=0.9),
     )  # fmt: skip
 
 
@@ -243,18 +221,14 @@ def AsyncDiLoCo(
     Reference: Liu et al. 2024, Asynchronous Local-SGD Training for Language Modeling, arXiv 2401.09135.
     """
     whole_number("learners", learners, minimum=1)
-    quorum = _or(quorum, Pushed(dynamic_steps=True))
+    quorum = Pushed(dynamic_steps=True) if quorum is None else quorum
     if dynamic_steps is not None:
         quorum = parse_answer("quorum", quorum) if isinstance(quorum, Mapping) else quorum
         if not isinstance(quorum, Pushed):
             raise ConfigError(f"dynamic_steps belongs to Pushed(), not {quorum}; drop it or use quorum=Pushed().")
         quorum = replace(quorum, dynamic_steps=dynamic_steps)
-    return _method(
-        "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=fragments, sync_every=sync_every, wait=wait,
-        error_feedback=error_feedback, weight=weight, quorum=quorum,
-        merge=merge, partial=partial, adopt=adopt,
-        outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
-    )  # fmt: skip
+    delayed = DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)
+    return _method("AsyncDiLoCo", "arXiv 2401.09135", locals(), outer=delayed)
 
 
 PRESETS: dict[str, Callable[..., Method]] = {
@@ -308,23 +282,22 @@ OPTIONAL = ("fragments", "quorum", "outer", "merge", "screen", "adopt", "offsets
 """Arguments of presets for which None means the default of `Method`."""
 
 
-def _method(name: str, paper: str, codec: Any, **answers: Any) -> Method:
-    """The method of a preset: each answer is a value, or the table of one from a run file."""
-    up, down = _codecs(codec)
-    values = {
-        key: parse_answer(key, each) if isinstance(each, Mapping) else each
-        for key, each in answers.items()
-        if each is not None or key not in OPTIONAL
-    }
-    return Method(name=name, paper=paper, up=up, down=down, **values)
+def _method(name: str, paper: str, given: Mapping[str, Any], **answers: Any) -> Method:
+    """The method of a preset.
 
-
-def _or(given: Any, default: Any) -> Any:
-    return default if given is None else given
-
-
-def _mixing(mix: float) -> Adopt:
-    return Mix(mix) if mix else Replace()
+    Arguments:
+        given: the preset's `locals()`. Those with the name of a question are its answers: each is a value, or the table
+            of one from a run file.
+        answers: where none is given.
+    """
+    answers["up"], answers["down"] = _codecs(given["codec"])
+    if given.get("mix"):
+        answers["adopt"] = Mix(given["mix"])
+    for field in fields(Method):
+        if field.name in given and (given[field.name] is not None or field.name not in OPTIONAL):
+            answers[field.name] = given[field.name]
+    read = {key: parse_answer(key, each) if isinstance(each, Mapping) else each for key, each in answers.items()}
+    return Method(name=name, paper=paper, **read)
 
 
 def _whole_intervals(intervals: int) -> int:

@@ -15,7 +15,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from diloco.core.choices import BELOW_1, FROM_0, FROM_1, UP_TO_1, Choice, Registry, checked, positive
+from diloco.core.choices import BELOW_1, FROM_0, FROM_1, UP_TO_1, Choice, Registry, checked, one_of, positive
 from diloco.errors import ConfigError
 
 
@@ -69,12 +69,6 @@ class AllLive(Quorum):
 Late = Literal["merge", "drop"]
 
 
-def _late(name: str, value: object) -> object:
-    if value not in ("merge", "drop"):
-        raise ConfigError(f"{name} is {value!r}; use 'merge' or 'drop'.")
-    return value
-
-
 @dataclass(frozen=True)
 class Called(Quorum):
     """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
@@ -100,7 +94,7 @@ class Called(Quorum):
 
     grace: float = checked(UP_TO_1, 0.8)
     grace_cap_s: float = checked(positive, 10.0)
-    late: Late = checked(_late, "merge")
+    late: Late = checked(one_of("merge", "drop"), "merge")
 
     def grace_s(self, slack_s: float | None) -> float:
         """The length of the grace window; `slack_s` is τ·ξ_step − ξ_quorum − ξ_sync, None before it is measured."""
@@ -122,7 +116,7 @@ class Pushed(Quorum):
             paper).
     """
 
-    late: Late = checked(_late, "merge")
+    late: Late = checked(one_of("merge", "drop"), "merge")
     dynamic_steps: bool = False
 
     def __post_init__(self) -> None:

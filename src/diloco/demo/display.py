@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from diloco.demo.processes import DemoProcesses, Kill
-from diloco.demo.summary import back
+from diloco.demo.summary import recovery
 from diloco.report.timeline import Timeline
 
 LINE_EVERY_S = 60.0
@@ -79,7 +79,7 @@ class Display:
             self._down.append(kill)
         self._num_kills = len(kills)
         for kill in list(self._down):
-            seconds, by = back(timeline, kill)
+            seconds, by = recovery(timeline, kill)
             if seconds is not None:
                 self._down.remove(kill)
                 how = "again" if by == kill.name else f"in the place of {kill.name}"

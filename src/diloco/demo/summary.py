@@ -35,7 +35,7 @@ def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[st
     wire_bytes = sum(timeline.traffic.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
     keys = ("name", "back_s", "by")
-    kills = [dict(zip(keys, (kill.name, *back(timeline, kill)), strict=True)) for kill in outcome.kills]
+    kills = [dict(zip(keys, (kill.name, *recovery(timeline, kill)), strict=True)) for kill in outcome.kills]
     found = {
         "global_loss": outcome.global_loss,
         "baseline_loss": baseline.loss,
@@ -81,7 +81,7 @@ def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
     return round(num_bytes)
 
 
-def back(timeline: Timeline, kill: Kill) -> tuple[float | None, str]:
+def recovery(timeline: Timeline, kill: Kill) -> tuple[float | None, str]:
     """Seconds from a kill until the work of the process went on, None: it never did; and the process that does it.
 
     A syncer is back once it serves, or its standby; a learner once it has rejoined and contributed to a merge.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError, ExchangeError, first_line
+from diloco.errors import ConfigError, ExchangeError, first_line, required_library
 from diloco.evaluation.exports import Export
 from diloco.evaluation.scores import Score, TaskResult
 from diloco.tables import nearest
@@ -26,14 +26,8 @@ BOOTSTRAPS = 1000
 def require_harness() -> None:
     """Raise ConfigError unless lm-eval and its requirements for models of transformers are installed."""
     for library in ("lm_eval", "accelerate"):
-        try:
+        with required_library(library, extra="eval", by="tasks need"):
             __import__(library)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != library:
-                raise
-            raise ConfigError(
-                f"tasks need lm-eval, and {library} is not installed; pip install 'diloco[eval]'"
-            ) from error
 
 
 class Harness:

@@ -14,25 +14,21 @@ restores it; call it after the learner is constructed and before the first step.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import ConfigError, required_library
 from diloco.exchange.base import Exchange
-from diloco.integrations.common import LearnerOptions, forward_schedule, required_library, warn_resumed_behind
+from diloco.integrations.common import LearnerOptions, forward_schedule, load_part, save_part, steps_missed
 from diloco.learner import Learner
-from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with required_library("accelerate"):
     from accelerate import Accelerator, DistributedType, ParallelismConfig
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-
-DIRECTORY = "diloco"
-"""Directory in a checkpoint of the Accelerator; it has a directory for each rank."""
 
 
 class PreparedOptimizer:
@@ -81,22 +77,6 @@ def is_first_copy(parallelism: ParallelismConfig | None, mesh: DeviceMesh | None
     assert mesh is not None
     assert mesh.mesh_dim_names is not None
     return all(mesh.get_local_rank(name) == 0 for name in ("tp", "cp") if name in mesh.mesh_dim_names)
-
-
-def require_part(own: Path, num_ranks: int) -> None:
-    """Check that a checkpoint has the part of this rank.
-
-    Arguments:
-        own: the directory of this rank's part, beside those of the other ranks.
-
-    Raises:
-        CheckpointError: the checkpoint has parts of fewer ranks.
-    """
-    saved = [] if own.is_dir() else list(own.parent.glob("rank-*"))
-    if saved:
-        raise CheckpointError(
-            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use the same number."
-        )
 
 
 class AcceleratedLearner(Learner):
@@ -177,8 +157,7 @@ class _Checkpoint:
 
     def __init__(self, learner: AcceleratedLearner) -> None:
         self._learner = learner
-        self._own = f"{DIRECTORY}/rank-{learner._accelerator.process_index}"
-        self._loads_from: Path | None = None
+        self._saved: dict[str, Any] = {}
         learner._accelerator.register_save_state_pre_hook(self._save)
         learner._accelerator.register_load_state_pre_hook(self._load)
 
@@ -188,13 +167,11 @@ class _Checkpoint:
                 "save_state was called between two micro-batches of one optimizer step, and no checkpoint contains "
                 "their gradients; call it where accelerator.sync_gradients is true."
             )
-        steps = self._learner.steps
-        saved = {"steps": steps, "learner": self._learner.state_dict()}
-        save_checkpoint(Path(output_dir) / self._own, steps, saved, keep=1)
+        save_part(Path(output_dir), self._learner._accelerator.process_index, self._learner)
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
-        self._loads_from = Path(input_dir) / self._own
-        require_part(self._loads_from, self._learner._accelerator.num_processes)
+        accelerator = self._learner._accelerator
+        self._saved = load_part(Path(input_dir), accelerator.process_index, accelerator.num_processes)
 
     def state_dict(self) -> dict[str, int]:
         """The steps, for people; the state itself is in safetensors beside it."""
@@ -202,9 +179,6 @@ class _Checkpoint:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore the learner, after the Accelerator has restored everything else."""
-        assert self._loads_from is not None
-        saved = load_checkpoint(latest_checkpoint(self._loads_from))
-        learner = self._learner
-        if not learner.load_state_dict(saved["learner"]):
-            warn_resumed_behind(learner, saved["steps"])
-        learner._forward_schedule(learner.steps - int(saved["steps"]))
+        saved, self._saved = self._saved, {}
+        self._learner.load_state_dict(saved["learner"])
+        self._learner._forward_schedule(steps_missed(self._learner, saved["steps"]))

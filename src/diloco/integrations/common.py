@@ -1,21 +1,25 @@
-"""Shared by all integrations: the import of a library that may be absent, the arguments of the learner, and a schedule
-that follows the run."""
+"""Shared by all integrations: the arguments of the learner, its part of a checkpoint, and a schedule that follows the
+run."""
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
-from typing import TypedDict, Unpack
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.core.method import Method
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError
 from diloco.exchange.base import Exchange
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
+from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+DIRECTORY = "diloco"
+"""Directory of the learner's state in a checkpoint of a library, which has a directory for each rank; and key of
+`TrainerState.stateful_callbacks` of transformers for the id of the training."""
 
 log = logging.getLogger("diloco")
 
@@ -32,39 +36,42 @@ class LearnerOptions(TypedDict, total=False):
 
 
 def learner_with(exchange: Exchange, **options: Unpack[LearnerOptions]) -> Callable[..., Learner]:
-    """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks."""
-    signature(Learner).bind_partial(**options)
+    """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks, or
+    that is the integration's own to set."""
     if others := options.keys() - LearnerOptions.__annotations__.keys():
-        raise TypeError(f"{sorted(others)} of Learner are this integration's own to set")
+        raise TypeError(f"{sorted(others)} are no arguments here; pass {', '.join(LearnerOptions.__annotations__)}.")
     return partial(Learner, exchange=exchange, **options)
 
 
-@contextmanager
-def required_library(library: str, *, extra: str | None = None) -> Iterator[None]:
-    """A context that imports `library`.
+def save_part(checkpoint: Path, rank: int, learner: Learner, **more: int) -> None:
+    """Save the state of a learner, and `more` beside it, as a rank's part of a checkpoint."""
+    steps = learner.steps
+    saved = {**more, "steps": steps, "learner": learner.state_dict()}
+    save_checkpoint(checkpoint / DIRECTORY / f"rank-{rank}", steps, saved, keep=1)
 
-    Arguments:
-        extra: extra of this package that installs the library; None: the extra has the library's name.
+
+def load_part(checkpoint: Path, rank: int, num_ranks: int) -> dict[str, Any]:
+    """What `save_part` has saved.
 
     Raises:
-        ConfigError: the library is not installed.
+        CheckpointError: the checkpoint has parts of fewer ranks or none, or the part is damaged.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != library:
-            raise
-        raise ConfigError(
-            f"this integration needs {library}, which is not installed; pip install 'diloco[{extra or library}]'"
-        ) from error
+    own = checkpoint / DIRECTORY / f"rank-{rank}"
+    if not own.is_dir() and (saved := list(own.parent.glob("rank-*"))):
+        raise CheckpointError(
+            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use the same number."
+        )
+    return load_checkpoint(latest_checkpoint(own))
 
 
-def warn_resumed_behind(learner: Learner, saved_steps: int) -> None:
-    """Log that a learner resumed from a checkpoint and the run has advanced since."""
-    log.warning(
-        "the run has advanced since step %d, where this checkpoint was saved; %s continues at step %d with the run's "
-        "newest model", saved_steps, learner.name, learner.steps,
-    )  # fmt: skip
+def steps_missed(learner: Learner, saved_steps: int) -> int:
+    """The steps that the run has taken since a checkpoint, which are logged if the learner has resumed from it."""
+    if learner.resumed is False:
+        log.warning(
+            "the run has advanced since step %d, where this checkpoint was saved; %s continues at step %d with the "
+            "run's newest model", saved_steps, learner.name, learner.steps,
+        )  # fmt: skip
+    return learner.steps - saved_steps
 
 
 def forward_schedule(scheduler: object, num_steps: int) -> None:

@@ -18,16 +18,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import CheckpointError, ConfigError, DilocoError
+from diloco.errors import CheckpointError, ConfigError, DilocoError, required_library
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.integrations.common import (
-    LearnerOptions,
-    forward_schedule,
-    learner_with,
-    required_library,
-    warn_resumed_behind,
-)
+from diloco.integrations.common import LearnerOptions, forward_schedule, learner_with, steps_missed
 from diloco.learner import Learner
 from diloco.training.checkpoint import from_bytes, to_bytes
 
@@ -119,9 +113,7 @@ class DilocoCallback(Callback):
             )
         saved_steps = int(self._state.get("steps", 0))
         self._state = {}
-        if learner.resumed is False:
-            warn_resumed_behind(learner, saved_steps)
-        self._follow(trainer, learner.steps - saved_steps)
+        self._follow(trainer, steps_missed(learner, saved_steps))
         for each in trainer.optimizers:
             self._hooks.callback(each.register_step_post_hook(self._stepped).remove)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco.core.names import tensor_names
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, required_library
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import connect
-from diloco.integrations.common import forward_schedule, required_library
+from diloco.integrations.common import forward_schedule
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.protocol.session.joining import Initialises

@@ -21,18 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError, ConfigError, required_library
 from diloco.exchange.base import Exchange
-from diloco.integrations.accelerate import PreparedOptimizer, num_copies, require_part
+from diloco.integrations.accelerate import PreparedOptimizer, num_copies
 from diloco.integrations.common import (
+    DIRECTORY,
     LearnerOptions,
     forward_schedule,
     learner_with,
-    required_library,
-    warn_resumed_behind,
+    load_part,
+    save_part,
+    steps_missed,
 )
 from diloco.learner import Learner
-from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with required_library("accelerate"), required_library("transformers"):
     from accelerate.state import AcceleratorState
@@ -41,9 +42,6 @@ with required_library("accelerate"), required_library("transformers"):
     from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 
 log = logging.getLogger("diloco")
-
-DIRECTORY = "diloco"
-"""Directory in a checkpoint of the Trainer, and key of `TrainerState.stateful_callbacks` for the id of the training."""
 
 _attached: weakref.WeakKeyDictionary[nn.Module, DilocoCallback] = weakref.WeakKeyDictionary()
 
@@ -100,7 +98,7 @@ class DilocoCallback(TrainerCallback):
             saved = _saved_state(args, state) if state.global_step else None
             self._training_id = int(broadcast(torch.tensor(self._training_id, device=args.device)))
             self.learner = self._attach(args, model, optimizer, saved)
-            behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
+            behind = steps_missed(self.learner, 0 if saved is None else int(saved["steps"]))
         else:
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
@@ -119,13 +117,10 @@ class DilocoCallback(TrainerCallback):
             raise ConfigError("the Trainer has two DilocoCallbacks for one model; give it one.")
         _attached[model] = self
         self._optimizer = PreparedOptimizer(optimizer)
-        learner = self._make(
+        return self._make(
             model, self._optimizer.inner, ranks=dist.group.WORLD if args.world_size > 1 else None,
             resume=None if saved is None else saved["learner"],
         )  # fmt: skip
-        if saved is not None and not learner.resumed:
-            warn_resumed_behind(learner, saved["steps"])
-        return learner
 
     def _check_again(self, state: TrainerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Continue with the same learner when `auto_find_batch_size` restarts training, which is out of memory."""
@@ -186,12 +181,8 @@ class DilocoCallback(TrainerCallback):
         self._show_own_model()
         if args.save_only_model:
             return
-        saved = {
-            "life": self._training_id, "global_step": state.global_step, "steps": self.learner.steps,
-            "learner": self.learner.state_dict(),
-        }  # fmt: skip
-        directory = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _own(args)
-        save_checkpoint(directory, self.learner.steps, saved, keep=1)
+        checkpoint, step = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", state.global_step
+        save_part(checkpoint, args.process_index, self.learner, life=self._training_id, global_step=step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Warn if the evaluated model was not the global one."""
@@ -251,11 +242,6 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def _own(args: TrainingArguments) -> str:
-    """Directory of this rank's state in a checkpoint."""
-    return f"{DIRECTORY}/rank-{args.process_index}"
-
-
 def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """The state that this callback saved in the checkpoint that the Trainer resumes from.
 
@@ -272,9 +258,8 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for candidate in candidates:
-        require_part(directory := candidate / _own(args), args.world_size)
-        if directory.is_dir():
-            saved = load_checkpoint(latest_checkpoint(directory))
+        if (candidate / DIRECTORY).is_dir():
+            saved = load_part(candidate, args.process_index, args.world_size)
             if (saved["life"], saved["global_step"]) == (known["attributes"]["life"], state.global_step):
                 return saved
     raise CheckpointError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -161,7 +162,7 @@ def whole_state(learner: LearnerDriver, group: Group) -> dict[str, Any]:
         raw = group.collect(as_bytes(tensor.contiguous()), sizes, f"the parts of {'/'.join(path)}")
         return raw.view(tensor.dtype)
 
-    state = _mapped(state, (), joined)
+    state = _mapped(state, joined)
     if group.rank:
         return {}
     parameters: dict[str, Tensor] = {}
@@ -187,7 +188,7 @@ def own_part(learner: LearnerDriver, state: Mapping[str, Any]) -> dict[str, Any]
     with translated(MALFORMED, CheckpointError, "the learner's state in the checkpoint is damaged", "use another one"):
         require_layout(state["layout"], learner.layout)
         whole = [gather(each, state["parameters"]) for each in learner.layout.fragments]
-        own: dict[str, Any] = _mapped({**state, "parameters": {}}, (), cut)
+        own: dict[str, Any] = _mapped({**state, "parameters": {}}, cut)
     parts = [each[partition.elements(fragment)] for fragment, each in enumerate(whole)]
     return {**own, "rank": list(learner.exchange.rank), "parameters": learner.tensors.pieces_of(parts)}
 
@@ -219,16 +220,10 @@ _BY_FRAGMENT = ("anchors", "origins", "parameters", "received", "eager", "residu
 """Parts of `learner_state` that hold tensors of fragments."""
 
 
-def _mapped(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
     """A nested value with each tensor replaced by `change(path, tensor)`."""
-    match value:
-        case Tensor():
-            return change(path, value)
-        case Mapping():
-            return {key: _mapped(each, (*path, str(key)), change) for key, each in value.items()}
-        case list() | tuple():
-            return type(value)(_mapped(each, (*path, str(index)), change) for index, each in enumerate(value))
-    return value
+    plain = _packed(value, (), lambda path, tensor: {"tensor": change(path, tensor)})
+    return _restored(plain, itemgetter("tensor"))
 
 
 def _packed(value: Any, path: tuple[str, ...], packed: Callable[[tuple[str, ...], Tensor], Any]) -> Any:

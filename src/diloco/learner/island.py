@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -119,23 +122,19 @@ def _largest(found: list[dist.ProcessGroup | DeviceMesh]) -> dist.ProcessGroup |
 
 
 T = TypeVar("T", TensorSpec, BaseTensor)
+Before = Callable[[str, str], bool]
 
 
-class _Before:
-    """The order of two tensors in the model, as far as it follows from the modules of the ranks."""
-
-    def __init__(self, children: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        self._children = children
-
-    def __call__(self, name: str, other: str) -> bool:
-        """Whether the tensor `name` is known to precede `other`."""
-        mine, theirs = name.split("."), other.split(".")
-        common = next(i for i, (one, another) in enumerate(zip(mine, theirs, strict=False)) if one != another)
-        path, one, another = ".".join(mine[:common]), mine[common], theirs[common]
-        for children in self._children:
-            if one in (names := children.get(path, ())) and another in names:
-                return names.index(one) < names.index(another)
-        return one.isdigit() and another.isdigit() and int(one) < int(another)
+def _precedes(of_ranks: Sequence[ModelDescription], name: str, other: str) -> bool:
+    """Whether the tensor `name` is known to precede `other` in the model, as far as it follows from the modules of the
+    ranks."""
+    mine, theirs = name.split("."), other.split(".")
+    common = next(i for i, (one, another) in enumerate(zip(mine, theirs, strict=False)) if one != another)
+    path, one, another = ".".join(mine[:common]), mine[common], theirs[common]
+    for described in of_ranks:
+        if one in (names := described.children.get(path, ())) and another in names:
+            return names.index(one) < names.index(another)
+    return one.isdigit() and another.isdigit() and int(one) < int(another)
 
 
 def described_by_all(mine: ModelDescription, group: Group) -> ModelDescription:
@@ -148,8 +147,8 @@ def described_by_all(mine: ModelDescription, group: Group) -> ModelDescription:
     Raises:
         LayoutError: two ranks describe a tensor differently.
     """
-    of_ranks = group.gather_values(mine.to_dict(), "what each rank holds of the model")
-    return merged([ModelDescription.from_dict(each) for each in of_ranks])
+    of_ranks = group.gather_values(asdict(mine), "what each rank holds of the model")
+    return merged(TypeAdapter(list[ModelDescription]).validate_python(of_ranks))
 
 
 def merged(described: Sequence[ModelDescription]) -> ModelDescription:
@@ -160,7 +159,7 @@ def merged(described: Sequence[ModelDescription]) -> ModelDescription:
         is_averaged = isinstance(each, TensorSpec) and each.is_averaged
         return 2 if _name(each) in buffers else int(is_averaged)
 
-    before = _Before([each.children for each in described])
+    before = partial(_precedes, described)
     return ModelDescription(
         _merged([each.exchanged for each in described], turn, before),
         _merged([each.static for each in described], turn, before),
@@ -187,7 +186,7 @@ def static_of_all(mine: Mapping[str, Tensor], layout: Layout, group: Group) -> d
     return found
 
 
-def _merged(orders: Sequence[Sequence[T]], turn: Callable[[T], int], before: _Before) -> tuple[T, ...]:
+def _merged(orders: Sequence[Sequence[T]], turn: Callable[[T], int], before: Before) -> tuple[T, ...]:
     """All tensors, first those whose turn is 0, then 1, then 2."""
     found: dict[str, T] = {}
     for rank, order in enumerate(orders):
@@ -205,7 +204,7 @@ def _merged(orders: Sequence[Sequence[T]], turn: Callable[[T], int], before: _Be
     return tuple(found[name] for name in chain(*names))
 
 
-def _in_one_order(orders: Sequence[Sequence[str]], before: _Before) -> list[str]:
+def _in_one_order(orders: Sequence[Sequence[str]], before: Before) -> list[str]:
     left = list({tuple(order): None for order in orders})
     names: list[str] = list(left.pop()) if len(left) == 1 else []
     while heads := list(dict.fromkeys(order[0] for order in left if order)):

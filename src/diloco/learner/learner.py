@@ -25,7 +25,7 @@ from diloco.learner.attaching import attach
 from diloco.learner.island import RanksOfLearner
 from diloco.learner.leased_units import LeasedUnits
 from diloco.learner.models import fsdp_modules, joined, reshard
-from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
+from diloco.learner.optimizers import in_eval_mode, listed, require_hooks, required_modes
 from diloco.learner.pieces import Gather
 from diloco.learner.roles import Buffers, Static
 from diloco.learner.state_dict import learner_state, resume
@@ -141,7 +141,7 @@ class Learner:
         self._closed = False
         self._hooks = driver.untrained.hooks()
         self._steps_by_itself = self._holds_global_model = False
-        self._modes = ModeCheck(self._optimizers)
+        self._modes: list[bool | None] = []  # of the optimizers at earlier steps
         if self._exchanges_gradients:
             self._hooks.append(self._optimizers[-1].register_step_pre_hook(self._before_step))
         self.resumed: bool | None = None
@@ -235,7 +235,7 @@ class Learner:
     def _step(self, tokens: int) -> None:
         self._require_training()
         tokens = _number_of(tokens)
-        self._modes.stepped()
+        self._modes = required_modes(self._optimizers, self._modes)
         reshard(self._sharded)
         timing = self._driver.timing
         if not self._exchanges_gradients:
@@ -442,7 +442,7 @@ class Learner:
             "step_s": timing.step_s,
             "blocked_s": timing.blocked_s,
             "num_blocked": timing.num_blocked,
-            "blocked_histogram": timing.histogram.as_dict(),
+            "blocked_histogram": dict(timing.histogram),
             "num_bytes": dict(self._exchange.num_bytes),
             "resumed_bytes": self._exchange.resumed_bytes,
             "ledger": [work.ledger.as_dict() for work in self._core.fragments],

@@ -57,23 +57,17 @@ def require_model_parameters(optimizers: Sequence[torch.optim.Optimizer], known:
             )
 
 
-class ModeCheck:
-    """The modes of a learner's schedule-free optimizers, which must be the same at all of its steps."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._modes: list[bool | None] = []
-
-    def stepped(self) -> None:
-        """Raise ConfigError if a mode differs from that at the first step: another model would be exchanged."""
-        modes = [is_in_train_mode(each) for each in self._optimizers]
-        self._modes = self._modes or modes
-        if modes != self._modes:
-            now, before = ("train", "eval") if True in modes else ("eval", "train")
-            raise ConfigError(
-                f"the schedule-free optimizer is in {now} mode, and was in {before} mode at earlier calls of "
-                "learner.step, so that another one of its two models would be exchanged; call step in one mode."
-            )
+def required_modes(optimizers: Sequence[torch.optim.Optimizer], earlier: list[bool | None]) -> list[bool | None]:
+    """The modes of schedule-free optimizers at a step of the learner. Raises ConfigError unless they are those of
+    `earlier` steps (empty: there was none): another model would be exchanged."""
+    modes = [is_in_train_mode(each) for each in optimizers]
+    if earlier and modes != earlier:
+        now, before = ("train", "eval") if True in modes else ("eval", "train")
+        raise ConfigError(
+            f"the schedule-free optimizer is in {now} mode, and was in {before} mode at earlier calls of "
+            "learner.step, so that another one of its two models would be exchanged; call step in one mode."
+        )
+    return modes
 
 
 def is_in_train_mode(optimizer: torch.optim.Optimizer) -> bool | None:

@@ -7,9 +7,9 @@ same answers, and the error names a tensor whose roles differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -46,25 +46,9 @@ class ModelDescription:
     buffers: tuple[str, ...]
     children: Mapping[str, Sequence[str]]
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, to send to the other ranks."""
-        specs = {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
-        return {**specs, "buffers": self.buffers, "children": self.children}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`, also after a passage through JSON."""
-        exchanged, static = (tuple(map(_spec, values[name])) for name in ("exchanged", "static"))
-        base = tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"])
-        return cls(exchanged, static, base, tuple(values["buffers"]), values["children"])
-
     def layout(self, method: Method) -> Layout:
         """The layout of the model, cut by the method. Raises as `layout_of`."""
         return layout_of(self.exchanged, self.static, method.fragments, self.base)
-
-
-def _spec(values: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**values, "shape": tuple(values["shape"])})
 
 
 def described(

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-
-class Histogram:
-    """Counts calls of `step` by the time for which they were blocked."""
-
-    BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0)
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(self.BOUNDS_S) + 1)
-
-    def add(self, seconds: float) -> None:
-        """Count one call that was blocked for `seconds`."""
-        self._counts[bisect_left(self.BOUNDS_S, seconds)] += 1
-
-    def as_dict(self) -> dict[str, int]:
-        """Counts by upper bound in seconds, "0" to "inf"; the calls under "0" were not blocked."""
-        names = [*(f"{bound:g}" for bound in self.BOUNDS_S), "inf"]
-        return dict(zip(names, self._counts, strict=True))
+BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0, math.inf)
+"""Of the times by which calls of `step` are counted."""
 
 
 class Timing:
@@ -34,7 +20,8 @@ class Timing:
         step_s: moving average of the time of an inner step, without `Learner.step`; deadlines are multiples of it.
         blocked_s: total time spent waiting.
         num_blocked: number of waits.
-        histogram: calls of `step` by the time for which they were blocked.
+        histogram: calls of `step` by the time for which they were blocked: counts by upper bound in seconds, "0" to
+            "inf"; the calls under "0" were not blocked.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -42,7 +29,7 @@ class Timing:
         self.step_s: float | None = None
         self.blocked_s = 0.0
         self.num_blocked = 0
-        self.histogram = Histogram()
+        self.histogram = {f"{bound:g}": 0 for bound in BOUNDS_S}
         self._blocked_before_s = 0.0
         self._ended_at: float | None = None
 
@@ -55,7 +42,8 @@ class Timing:
 
     def step_ends(self) -> None:
         """`Learner.step` returns."""
-        self.histogram.add(self.blocked_s - self._blocked_before_s)
+        blocked_s = self.blocked_s - self._blocked_before_s
+        self.histogram[f"{BOUNDS_S[bisect_left(BOUNDS_S, blocked_s)]:g}"] += 1
         self._ended_at = self._now_s()
 
     def waited(self, seconds: float) -> None:

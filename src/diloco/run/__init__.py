@@ -2,10 +2,9 @@
 
     driver.py        Driver: every call is an event, which is checked and entered into `SyncerCore`
     run_state.py     RunState: the state machine and the published model of one run
-    executor.py      ActionExecutor: executes the actions of `SyncerCore`
+    executor.py      ActionExecutor: executes the actions of `SyncerCore`, and makes durable what they need
     uploads.py       the payloads of contributions, from their uploads until their rounds are closed
     ports.py         what differs between the settings: clock, connections to learners, spool, worker, store, observer
-    writes.py        what is to be made durable, by one commit at a time
     objects.py       a store: immutable objects, and one manifest that is swapped if it is still the one that was read
     published.py     PublishedStore: the store of `ports.py` over `objects.py`, as `protocol.publishing` rules
     global_model.py  the newest version of each fragment and the updates that led to it

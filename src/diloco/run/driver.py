@@ -58,10 +58,10 @@ from diloco.run.ports import (
     S,
     SavedRun,
     event,
+    only_watching,
 )
 from diloco.run.run_state import RunState
 from diloco.run.uploads import Span, Upload
-from diloco.watching import only_watching
 
 SUSPENDED_AFTER_S = 1.0
 """A tick that is later than this means that the whole process was suspended."""

@@ -14,15 +14,10 @@ from diloco.run.ports import H, InitialModel, Json, MergedRound, P, RunMethod, S
 
 @dataclass(eq=False)
 class MemorySlot:
-    """Room for one payload, which is stored whole."""
+    """Room for one payload, which is stored whole. `tensor`: the payload, uint8 where there are tensors."""
 
     num_bytes: int
-    payload: Any = None
-
-    @property
-    def tensor(self) -> Any:
-        """The payload: uint8, where there are tensors."""
-        return self.payload
+    tensor: Any = None
 
 
 class MemorySpool:
@@ -39,7 +34,7 @@ class MemorySpool:
     def release(self, slot: MemorySlot) -> None:
         """As `ports.SpoolPort`."""
         self.held_bytes -= slot.num_bytes
-        slot.payload = None
+        slot.tensor = None
 
 
 class MemoryStore(Generic[H, P]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast
@@ -23,6 +24,8 @@ from diloco.protocol.rounds.base import MethodAnswers
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.units import Ranges
+
+log = logging.getLogger("diloco")
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
@@ -359,6 +362,37 @@ def is_event(method: object) -> bool:
 
 class NullObserver(Observer):
     """Keeps nothing."""
+
+
+W = TypeVar("W")
+
+
+def only_watching(watcher: W) -> W:
+    """What watches a run (a log, metrics, an observer) with methods that never raise, as it must not stop the run: the
+    first failure of each method is logged with its traceback."""
+    return cast("W", _Guarded(watcher))
+
+
+class _Guarded:
+    def __init__(self, watcher: object) -> None:
+        self._watcher = watcher
+        self._failed: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._watcher, name)
+        if not callable(found):
+            return found
+
+        def guarded(*values: Any, **named: Any) -> None:
+            try:
+                found(*values, **named)
+            except Exception:  # a failing watcher must not stop the state machine
+                if name not in self._failed:
+                    self._failed.add(name)
+                    watcher = type(self._watcher).__name__
+                    log.exception("%s.%s failed; the run continues, and this is logged only once", watcher, name)
+
+        return guarded
 
 
 @dataclass(frozen=True)

@@ -100,35 +100,34 @@ def encoded_of(
     `places`: of the fragment, or of the shard that the payloads are of; `tensors`: the indices of the shard's tensors
     in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
     """
-    learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
-    if len(weights) != len(learners) or len(payloads) != len(contributions):
+    num_learners = len({each.learner for each in contributions})
+    if len(weights) != num_learners or len(payloads) != len(contributions):
         raise ConfigError(
-            f"{len(contributions)} contributions of {len(learners)} learners need as many payloads and weights,"
+            f"{len(contributions)} contributions of {num_learners} learners need as many payloads and weights,"
             f" not {len(payloads)} and {len(weights)}."
         )
+    of_learners: dict[str, list[tuple[Contribution, Tensor]]] = {}
+    for contribution, payload in zip(contributions, payloads, strict=True):
+        of_learners.setdefault(contribution.learner, []).append((contribution, payload))
     encoded = []
-    for learner, weight in zip(learners, weights, strict=True):
-        own = [i for i, contribution in enumerate(contributions) if contribution.learner == learner]
-        trained = [contributions[i].tensors for i in own]
+    for (learner, own), weight in zip(of_learners.items(), weights, strict=True):
+        trained = [each.tensors for each, _ in own]
         indices = {index for each in trained if each is not None for index in each}
         if tensors is not None:
             indices = {index - tensors.start for index in indices if index in tensors}
         encoded.append(
             Encoded(
                 learner,
-                tuple(payloads[i] for i in own if not contributions[i].is_empty),
+                tuple(payload for each, payload in own if not each.is_empty),
                 weight,
-                max(round_ - contributions[i].base for i in own),
+                max(round_ - each.base for each, _ in own),
                 None if None in trained else frozenset(indices),
             )
         )
     if any(each.routed is None for each in contributions if each.tensors != ()):
         return encoded
     here = tensors or range(len(places))
-    tokens = [sum(each.tokens for each in contributions if each.learner == learner) for learner in learners]
-    routed = [
-        [sum(each.routed[i] for each in contributions if each.learner == learner and each.routed) for i in here]
-        for learner in learners
-    ]
+    tokens = [sum(each.tokens for each, _ in own) for own in of_learners.values()]
+    routed = [[sum(each.routed[i] for each, _ in own if each.routed) for i in here] for own in of_learners.values()]
     shares = shares_of(tokens, routed, [each.tensors for each in encoded], [p.spec.is_averaged for p in places])
     return [replace(each, shares=own) for each, own in zip(encoded, shares, strict=True)]

@@ -7,7 +7,7 @@ written again: a rank that uploads it once more did not receive the acknowledgem
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic
 
 from diloco.errors import BusyError, PayloadError
@@ -91,7 +91,7 @@ class Upload(Generic[S]):
         slot: the room for this upload, or for the whole payload with `assembly`.
         span: the part of the payload; None: all of it.
         assembly: of this part; None: the whole payload is uploaded, or the part was received before and is not needed.
-        received: how many first bytes of `room` an earlier upload, which was cut off, has left there.
+        received: how many first bytes of `room` an earlier upload, which was cut off at `cut_at_s`, has left there.
     """
 
     contribution: Contribution
@@ -100,6 +100,7 @@ class Upload(Generic[S]):
     span: Span | None = None
     assembly: Assembly[S] | None = None
     received: int = 0
+    cut_at_s: float = 0.0
 
     @property
     def room(self) -> Span:
@@ -109,22 +110,12 @@ class Upload(Generic[S]):
         return self.span if self.assembly is not None else (0, self.span[1] - self.span[0])
 
 
-@dataclass(frozen=True)
-class Prefix(Generic[S]):
-    """The first `received` bytes of a payload of `num_bytes`, in its slot: the next upload resumes there."""
-
-    contribution: Contribution
-    num_bytes: int
-    slot: S
-    received: int
-    cut_at_s: float
-
-
 class Uploads(Generic[S]):
     """The payloads of contributions, from the beginning of their uploads until their rounds are closed.
 
-    Of each incarnation at most one prefix is kept: a learner sends one contribution at a time. It is dropped when its
-    incarnation ends, sends another contribution, or does not resume in time, and all are dropped when room is needed.
+    Of the whole payloads whose upload was cut off, each incarnation has at most one, where its next upload resumes: a
+    learner sends one contribution at a time. It is dropped when its incarnation ends, sends another contribution, or
+    does not resume in time, and all are dropped when room is needed.
 
     Attributes:
         assemblies: contributions that are being put together, by their keys.
@@ -133,7 +124,7 @@ class Uploads(Generic[S]):
     def __init__(self, spool: SpoolPort[S]) -> None:
         self.assemblies: dict[tuple[str, int, int, int], Assembly[S]] = {}
         self._spool = spool
-        self._prefixes: dict[tuple[str, int], Prefix[S]] = {}  # by learner and incarnation
+        self._cut: dict[tuple[str, int], Upload[S]] = {}  # by learner and incarnation
         self._open_bytes = Counter[tuple[str, int]]()
         self._owners: dict[int, tuple[tuple[str, int], int]] = {}  # of slots, by identity, and their bytes
         self._slots: dict[Contribution, S] = {}  # of accepted contributions
@@ -153,9 +144,11 @@ class Uploads(Generic[S]):
         """
         most_bytes = MOST_MODELS * model_bytes
         if span is None:
-            prefix = self._take_prefix(c, num_bytes)
-            slot = self._allocate(c, num_bytes, most_bytes) if prefix is None else prefix.slot
-            return Upload(c, num_bytes, slot, received=0 if prefix is None else prefix.received)
+            cut = self._cut.get(_owner(c))
+            if cut is not None and (cut.contribution, cut.num_bytes) == (c, num_bytes):
+                return self._cut.pop(_owner(c))
+            self._drop_cut(_owner(c))
+            return Upload(c, num_bytes, self._allocate(c, num_bytes, most_bytes))
         validation.check_span(c, span, num_bytes)
         assembly = self.assemblies.get(key_of(c))
         if is_here or (assembly is not None and span in assembly.here):  # the acknowledgement of this part was lost
@@ -169,8 +162,8 @@ class Uploads(Generic[S]):
         """An upload was cut off; the bytes received are kept if they may be needed."""
         c = upload.contribution
         if upload.span is None and received > 0 and is_wanted:
-            self._drop_prefix(_owner(c))
-            self._prefixes[_owner(c)] = Prefix(c, upload.num_bytes, upload.slot, received, now_s)
+            self._drop_cut(_owner(c))
+            self._cut[_owner(c)] = replace(upload, received=received, cut_at_s=now_s)
         else:
             self._ended(upload, is_complete=False, received=received)
 
@@ -207,8 +200,8 @@ class Uploads(Generic[S]):
         c = upload.contribution
         self._forget(upload.slot)
         self._slots[c] = upload.slot
-        if (prefix := self._prefixes.get(_owner(c))) is not None and prefix.contribution == c:
-            self._drop_prefix(_owner(c))
+        if (cut := self._cut.get(_owner(c))) is not None and cut.contribution == c:
+            self._drop_cut(_owner(c))
 
     def take(self, c: Contribution) -> S:
         """The payload of an accepted contribution, whose round is closed now. The caller releases its slot."""
@@ -226,7 +219,7 @@ class Uploads(Generic[S]):
 
     def end(self, learner: str, incarnation: int) -> None:
         """An incarnation has ended: drop its incomplete payloads."""
-        self._drop_prefix((learner, incarnation))
+        self._drop_cut((learner, incarnation))
         for key, assembly in list(self.assemblies.items()):
             if key[:2] == (learner, incarnation):
                 del self.assemblies[key]
@@ -235,26 +228,18 @@ class Uploads(Generic[S]):
                     self.release(assembly.slot)
 
     def make_room(self) -> None:
-        """Drop all prefixes: there is no room for new contributions."""
-        for owner in list(self._prefixes):
-            self._drop_prefix(owner)
+        """Drop all uploads that were cut off: there is no room for new contributions."""
+        for owner in list(self._cut):
+            self._drop_cut(owner)
 
     def tick(self, now_s: float) -> None:
-        """Drop prefixes that were kept for too long."""
-        for owner in [owner for owner, prefix in self._prefixes.items() if now_s - prefix.cut_at_s >= KEPT_S]:
-            self._drop_prefix(owner)
+        """Drop uploads that were cut off long ago."""
+        for owner in [owner for owner, cut in self._cut.items() if now_s - cut.cut_at_s >= KEPT_S]:
+            self._drop_cut(owner)
 
-    def _take_prefix(self, c: Contribution, num_bytes: int) -> Prefix[S] | None:
-        """The prefix of a contribution that is uploaded again; one of another contribution is dropped."""
-        prefix = self._prefixes.get(_owner(c))
-        if prefix is None or prefix.contribution != c or prefix.num_bytes != num_bytes:
-            self._drop_prefix(_owner(c))
-            return None
-        return self._prefixes.pop(_owner(c))
-
-    def _drop_prefix(self, owner: tuple[str, int]) -> None:
-        if (prefix := self._prefixes.pop(owner, None)) is not None:
-            self.release(prefix.slot)
+    def _drop_cut(self, owner: tuple[str, int]) -> None:
+        if (cut := self._cut.pop(owner, None)) is not None:
+            self.release(cut.slot)
 
     def _allocate(self, c: Contribution, num_bytes: int, most_bytes: int) -> S:
         owner = _owner(c)

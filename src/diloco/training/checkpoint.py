@@ -28,9 +28,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from diloco import events as ev
 from diloco.errors import CheckpointError, StoreError, first_line, translated
 from diloco.escaping import MALFORMED
-from diloco.whole_files import hidden_name, remove_leftovers, sync_directory, whole_file
+from diloco.whole_files import free_path, hidden_name, remove_leftovers, sync_directory, whole_file
 
 log = logging.getLogger("diloco")
 
@@ -46,15 +47,6 @@ class SavedCheckpoint:
 
     path: Path
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class UnusableCheckpoint:
-    """A damaged checkpoint: its path, the path where it is kept, and the error of loading it."""
-
-    path: Path
-    kept: Path
-    error: str
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
@@ -152,7 +144,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}; {_instead(path)}") from error
 
 
-def newest_usable(directory: Path) -> tuple[Path | None, tuple[UnusableCheckpoint, ...]]:
+def newest_usable(directory: Path) -> tuple[Path | None, tuple[ev.CheckpointUnusable, ...]]:
     """Find the newest checkpoint that can be loaded, or None, and rename newer ones to `unusable-…`.
 
     Raises:
@@ -164,17 +156,14 @@ def newest_usable(directory: Path) -> tuple[Path | None, tuple[UnusableCheckpoin
         try:
             _load(path)
         except CheckpointError as error:
-            unusable.append(UnusableCheckpoint(path, _set_aside(path), str(error)))
+            unusable.append(ev.CheckpointUnusable(path=str(path), kept=str(_set_aside(path)), error=str(error)))
         else:
             return path, tuple(unusable)
     return None, tuple(unusable)
 
 
 def _set_aside(path: Path) -> Path:
-    kept, count = path.with_name(f"unusable-{path.name}"), 1
-    while kept.exists():
-        count += 1
-        kept = path.with_name(f"unusable-{path.name}.{count}")
+    kept = free_path(lambda number: path.with_name(f"unusable-{path.name}{f'.{number}' if number > 1 else ''}"))
     with translated(OSError, StoreError, f"cannot rename {path}", "rename or remove it, and start again"):
         path.rename(kept)
     return kept

@@ -123,26 +123,28 @@ class HeldOutEvaluator:
         """The loss of the learner's current global model; None: it has not been evaluated."""
         return self._losses.get(self._key(learner))
 
-    def loss(self, state: Mapping[str, Tensor]) -> float:
-        """The held-out loss of a global model, in nats per token."""
-        return evaluate(self._model, state, self._batches)
-
-    def remember(self, learner: AnyLearner, loss: float) -> None:
-        """Store the loss of the learner's current global model."""
+    def loss(self, learner: AnyLearner, ranks: RankGroup) -> float:
+        """The held-out loss of the learner's current global model, in nats per token; every rank calls it."""
+        with global_values(self._model, learner, ranks) as state:
+            own = 0.0 if state is None else evaluate(self._model, state, self._batches)
+        loss = ranks.from_first(own)
         if not self._is_shared:
             self._losses.clear()
         self._losses[self._key(learner)] = loss
+        return loss
 
     def _key(self, learner: AnyLearner) -> Hashable:
         if self._is_shared:
             return tuple(map(digest_of, learner.global_state_dict().values()))
         return learner.steps, learner.versions
 
-    def sample(self, state: Mapping[str, Tensor]) -> str:
-        """Text that a global model generates after the run's prompt; empty unless its tokens are bytes."""
+    def sample(self, learner: AnyLearner, ranks: RankGroup) -> str:
+        """Text that the learner's global model generates after the run's prompt; empty unless its tokens are bytes, and
+        on a rank that computes nothing. Every rank calls it."""
         table = self._table
-        if not (self._is_bytes and table.sample_bytes):
-            return ""
-        return sample_bytes(
-            self._model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
-        )
+        with global_values(self._model, learner, ranks) as state:
+            if state is None or not (self._is_bytes and table.sample_bytes):
+                return ""
+            return sample_bytes(
+                self._model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
+            )

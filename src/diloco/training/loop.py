@@ -1,6 +1,7 @@
 """The reference trainer: trains one learner of a run from its first batch to its summary."""
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -118,9 +119,8 @@ class Trainer:
             if self._ranks.is_first:
                 self._save_config()
             event_log = self.directory / "events.jsonl" if self._ranks.is_first else None
-            with Monitor(
-                self.spec, self._training, self._evaluator, event_log, self._progress, self._feed
-            ) as self._monitor:
+            self._monitor = Monitor(self.spec, self._training, self._evaluator, event_log, self._progress, self._feed)
+            with closing(self._monitor):
                 started, interrupted = self._clock.seconds(), False
                 try:
                     self._prepare()

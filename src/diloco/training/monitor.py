@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from diloco import events as ev
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
-from diloco.training.held_out import HeldOutEvaluator, global_values
+from diloco.training.held_out import HeldOutEvaluator
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
 from diloco.training.progress import ProgressDisplay, status_line
@@ -77,10 +77,9 @@ class Monitor:
         )
         held = fragment_versions(training.learner)
         self._adopted(((-1, ""),) * len(held))
-        for checkpoint in self._spec.unusable:
-            kept, path = str(checkpoint.kept), str(checkpoint.path)
-            self.say(f"cannot use its checkpoint: {checkpoint.error}; the checkpoint is kept as {kept}")
-            self.append(ev.CheckpointUnusable(path=path, kept=kept, error=checkpoint.error))
+        for each in self._spec.unusable:
+            self.say(f"cannot use its checkpoint: {each.error}; the checkpoint is kept as {each.kept}")
+            self.append(each)
         self._last_logged = (self._clock.seconds(), training.tokens)
 
     def stepped(self, lr: float, result: StepResult, before: FragmentVersions, *, warming_up: bool) -> None:
@@ -110,9 +109,7 @@ class Monitor:
         training = self._training
         loss, sample = None, ""
         if evaluates:
-            loss = self._evaluate()
-            with global_values(training.model, training.learner, self._ranks) as state:
-                sample = "" if state is None else self._evaluator.sample(state)
+            loss, sample = self._evaluate(), self._evaluator.sample(training.learner, self._ranks)
         step, tokens = training.step, training.tokens
         if sample:
             self.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
@@ -171,13 +168,9 @@ class Monitor:
     def _evaluate(self) -> float:
         """The held-out loss of the global model, on all ranks; the first rank computes it."""
         learner, step = self._training.learner, self._training.step
-        loss = self._evaluator.known(learner)
-        if loss is not None:
-            return loss
-        with global_values(self._training.model, learner, self._ranks) as state:
-            own = 0.0 if state is None else self._evaluator.loss(state)
-        loss = self._ranks.from_first(own)
-        self._evaluator.remember(learner, loss)
+        if (known := self._evaluator.known(learner)) is not None:
+            return known
+        loss = self._evaluator.loss(learner, self._ranks)
         learner.log(held_out_loss=loss)
         self.append(
             ev.Evaluated(
@@ -191,9 +184,7 @@ class Monitor:
         self.say(f"step {step}: held-out loss of the global model {loss:.4f}")
         return loss
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the events file."""
         if self._log is not None:
             self._log.close()

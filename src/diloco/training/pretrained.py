@@ -105,19 +105,14 @@ def _newest(learner: Mapping[str, Any], fragment: int) -> Tensor:
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
     """Vocabulary size and tokenizer of a run, without reading its data; token files have no tokenizer."""
-    name = _tokenizer_name(config)
+    directory = config.data.directory
+    name = config.data.tokenizer if directory is None else read_index(directory).tokenizer_name
     if name != "bytes":
         tokenizer = load_tokenizer(name)
         return vocabulary_size(tokenizer), tokenizer
-    if config.data.kind == "tokens" and config.data.directory is None:
+    if config.data.kind == "tokens" and directory is None:
         return config.data.vocab_size or BYTE_VOCABULARY, None
     return BYTE_VOCABULARY, byte_tokenizer(config.data.sequence_length)
-
-
-def _tokenizer_name(config: RunConfig) -> str:
-    """`bytes`, or the argument of `load_tokenizer`."""
-    directory = config.data.directory
-    return config.data.tokenizer if directory is None else read_index(directory).tokenizer_name
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:

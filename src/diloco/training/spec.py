@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diloco.events import CheckpointUnusable
 from diloco.protocol.session.joining import Initialises
-from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.data.corpus import Corpus
 
 INTERRUPT_AFTER_S = 0.2
@@ -35,7 +35,7 @@ class LearnerSpec:
     initialise: Initialises = False
     resume_from: Path | None = None
     supervised: bool = False
-    unusable: tuple[UnusableCheckpoint, ...] = ()
+    unusable: tuple[CheckpointUnusable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,3 @@ class Summary:
     step_s: float  # mean time of an inner step, without evaluation and checkpoints
     sample: str
     metrics: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite, whole_and_rest
-from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS
+from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS, wire_format
 from diloco.errors import CorruptPayloadError
 
 SMALLEST_SCALE = 2.0**-120
@@ -38,14 +38,13 @@ class ScaledBlocks(Codec):
     block: int
     cpu_group_segments: ClassVar[int] = 64
     device_group_segments: ClassVar[int] = 2048  # the kernels have no scratch
-    default_block: ClassVar[int]
     code_bits: ClassVar[int]
     levels: ClassVar[float]
     largest_scale: ClassVar[float]
 
     @property
     def name(self) -> str:
-        return self.family if self.block == self.default_block else f"{self.family}:{self.block}"
+        return self.family if self.block == wire_format(self.family).sizes.block else f"{self.family}:{self.block}"
 
     @abstractmethod
     def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:

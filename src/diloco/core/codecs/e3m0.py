@@ -21,7 +21,6 @@ class E3M0(ScaledBlocks):
     """
 
     block: int = NIBBLE_BLOCK
-    default_block: ClassVar[int] = NIBBLE_BLOCK
     family: ClassVar[str] = "e3m0"
     code_bits: ClassVar[int] = 4
     levels: ClassVar[float] = 1.0

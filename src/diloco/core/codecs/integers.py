@@ -24,7 +24,6 @@ class Int8(ScaledBlocks):
     """Codes −127 to 127 in two's complement, one a byte; value = code · step; 8.0625 bits per element at block 256."""
 
     block: int = INT8_BLOCK
-    default_block: ClassVar[int] = INT8_BLOCK
     family: ClassVar[str] = "int8"
     code_bits: ClassVar[int] = 8
     levels: ClassVar[float] = 127.0
@@ -44,7 +43,6 @@ class Int4(ScaledBlocks):
     """Codes −7 to 7 in two's complement, two a byte; value = code · step; 4.25 bits per element at block 64."""
 
     block: int = NIBBLE_BLOCK
-    default_block: ClassVar[int] = NIBBLE_BLOCK
     family: ClassVar[str] = "int4"
     code_bits: ClassVar[int] = 4
     levels: ClassVar[float] = 7.0

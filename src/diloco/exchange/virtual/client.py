@@ -277,7 +277,7 @@ class SessionClient:
                 reply(UnreachableError("the syncer was started again."))
                 return
             push = begun[1]
-            push.slot.payload = payload
+            push.slot.tensor = payload
             begun[0].complete_push(push, reply)
 
         self._wire.up(call, 0, begin)

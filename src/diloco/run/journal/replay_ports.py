@@ -111,7 +111,7 @@ class Past(MemorySpool):
     def check(self, slot: MemorySlot, *, is_usable: bool) -> Mapping[str, Any]:
         """As `recorder.PayloadsPort`: digests are computed again for kept payloads."""
         notes: Mapping[str, Any] = self.entry["x"]
-        return notes if slot.payload is None else {**notes, "payload": self._formats.digest(slot.payload)}
+        return notes if slot.tensor is None else {**notes, "payload": self._formats.digest(slot.tensor)}
 
     def begin(self, model: InitialModel[Any]) -> None:
         """As `recorder.PayloadsPort`."""
@@ -153,8 +153,8 @@ class PastJobs:
 
     def check(self, slot: MemorySlot, fragment: int, num_elements: int) -> PayloadError | None:
         digest = self._past.entry["x"].get("payload")
-        slot.payload = None if digest is None else self._kept.contribution(digest)
-        if slot.payload is not None:
+        slot.tensor = None if digest is None else self._kept.contribution(digest)
+        if slot.tensor is not None:
             return self._as_worded(self._real.check(slot, fragment, num_elements))
         error = self._past.found
         assert error is None or isinstance(error, PayloadError)
@@ -165,7 +165,7 @@ class PastJobs:
     ) -> MergedRound[KnownFragment, None] | PayloadError:
         self.is_equal = False
         is_asked = self._fragment in (None, action.fragment)
-        if not is_asked or held.tensors is None or any(slot.payload is None for slot in slots):
+        if not is_asked or held.tensors is None or any(slot.tensor is None for slot in slots):
             return self._as_found(action)
         merged = self._real.close(action, layout, held.tensors, slots)
         if isinstance(merged, PayloadError):

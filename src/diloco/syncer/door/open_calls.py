@@ -48,8 +48,8 @@ NEXT_S = 300.0
 """Longest wait for every further message, and for a reply to be taken; also the wait where heartbeats show whether the
 peer lives. A message has half a megabyte: 14 kbit/s are enough."""
 
-LOOK_EVERY_S = 0.5
-"""A transfer looks this often whether its own call has ended, while it waits for the end of an earlier one."""
+OWN_CALL_POLL_S = 0.5
+"""How often a transfer that waits for the end of an earlier one checks that its own call has not ended."""
 
 
 @dataclass(eq=False)
@@ -229,7 +229,7 @@ class OpenTransfers:
             for earlier in same:
                 log.info("%s repeats %s over a new connection: the earlier one is ended", learner, content)
                 earlier.context.cancel()
-                while not earlier.ended.wait(LOOK_EVERY_S) and context.is_active():
+                while not earlier.ended.wait(OWN_CALL_POLL_S) and context.is_active():
                     pass
             with nullcontext() if incarnation is None else self._deadlines.member(context):
                 yield

@@ -34,6 +34,12 @@ PartName = Literal["held_out", "train"]
 PARTS: tuple[PartName, ...] = ("held_out", "train")
 _PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
 """Prefixes of the names of partial files, which are being written or were left by a crash."""
+_NOTHING = (0, 0)
+"""The end of documents of which none are read."""
+_ADVICE: dict[PartName, str] = {
+    "held_out": "to hold out; check data.held_out_paths or data.held_out_split",
+    "train": "to train on; check data.paths or data.dataset",
+}
 _MADE_FROM = {
     "kind", "paths", "held_out_paths", "tokenizer", "dataset", "dataset_config", "split", "held_out_split",
     "text_column",
@@ -197,7 +203,7 @@ def write_token_shards(
         index.check(directory / INDEX, made_from)
         return index
     if held_out is None:  # a run holds out a fraction at the end of the tokens itself
-        end = held_out_end(train, data.held_out_documents) if data.stream else (0, 0)
+        end = held_out_end(train, data.held_out_documents) if data.stream else _NOTHING
         readings = {"held_out": (train, DocumentShard(end=end)), "train": (train, DocumentShard(begin=end))}
     else:
         readings = {"held_out": (held_out, DocumentShard()), "train": (train, DocumentShard())}
@@ -236,7 +242,7 @@ class _Writer:
         _write(path, self._unfinished)
 
     def write_part(self, part: PartName, documents: Documents, shard: DocumentShard) -> None:
-        """Write the remaining shards of a part."""
+        """Write the remaining shards of a part. Raises ConfigError if it has no tokens."""
         cursor = self._cursors.get(part)
         at_end = cursor == "done"
         reader = DocumentReader(documents, shard, state=None if at_end else cursor)
@@ -247,6 +253,8 @@ class _Writer:
                 self._progress.num_shards += 1
             self._cursors[part] = "done" if at_end else reader.state_dict()
             _write(self._directory / UNFINISHED, self._unfinished)
+        if not self._shards[part] and shard.end != _NOTHING:
+            raise ConfigError(f"the data has no texts {_ADVICE[part]}")
 
     def _write_shard(self, name: str, reader: DocumentReader) -> tuple[TokenShard, bool]:
         """Write the next shard unless it is empty. Returns it, and whether it is the last one."""
@@ -271,10 +279,8 @@ class _Writer:
         return shard, at_end
 
     def finish(self) -> TokenIndex:
-        """Write the tokenizer and the index. Raises ConfigError if there are no training tokens."""
+        """Write the tokenizer and the index."""
         directory, tokenizer = self._directory, self._encoder.tokenizer
-        if not self._shards["train"]:
-            raise ConfigError("the data has no texts to train on; check data.paths or data.dataset")
         if tokenizer is not None:
             # The library raises Exception itself when the disk is full.
             with translated(Exception, StoreError, f"cannot write {directory / TOKENIZER}", "free disk space"):
