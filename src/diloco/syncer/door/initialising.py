@@ -17,11 +17,13 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.tensors import tensor_of, tensors_of
+from diloco.exchange.wire.values import value_of
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim
 from diloco.run import validation
 from diloco.run.ports import InitialModel
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.messages import layout_of, seen_of
+from diloco.syncer.door.messages import layout_of
 from diloco.syncer.door.open_calls import OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.hosting import HostedDriver, SyncerDriver, while_waiting
@@ -50,7 +52,7 @@ class Initialising:
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
         """The replies to an Initialise call of an authorised caller."""
-        layout, seen = layout_of(header.layout), seen_of(header)
+        layout, seen = layout_of(header.layout), value_of(Claim, header).seen
         _check_sizes(list(header.part_bytes), layout)
         with self._transfers.open(header.learner, None, "Initialise", context):  # ends this learner's earlier one
             if not self._lock.acquire(blocking=False):

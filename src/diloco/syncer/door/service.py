@@ -28,7 +28,7 @@ from diloco.exchange.wire.link_probe import answer_probe
 from diloco.exchange.wire.outgoing import ToLearner
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
-from diloco.exchange.wire.values import message_of
+from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.contribution import Budget, Contribution
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim, Deadlines, Report
@@ -40,19 +40,7 @@ from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.initialising import Initialising
-from diloco.syncer.door.messages import (
-    WatchStream,
-    ask_of,
-    claim_of,
-    contribution_of,
-    layout_of,
-    lease_reply,
-    lineage_message,
-    order_of,
-    report_of,
-    seen_of,
-    standing_message,
-)
+from diloco.syncer.door.messages import WatchStream, ask_of, contribution_of, layout_of, report_of, standing_message
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -155,7 +143,7 @@ class Service:
             return pb.DescribeReply(
                 method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
                 layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
-                lineage=lineage_message(driver.lineage), lost_floor_s=self._lost_floor_s,
+                lineage=vars(driver.lineage), lost_floor_s=self._lost_floor_s,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -166,10 +154,10 @@ class Service:
 
         def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
             def joined(incarnation: int) -> None:
-                done(pb.JoinReply(incarnation=incarnation, lineage=lineage_message(driver.lineage)))
+                done(pb.JoinReply(incarnation=incarnation, lineage=vars(driver.lineage)))
 
             overlap = request.overlap if request.HasField("overlap") else None
-            claim = Claim(request.learner, request.after, request.process, seen_of(request))
+            claim = value_of(Claim, request, incarnation=request.after)
             driver.join(
                 claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
             )  # fmt: skip
@@ -182,11 +170,11 @@ class Service:
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
-        claim, report = claim_of(request), report_of(request)
+        claim, report = value_of(Claim, request), report_of(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
-            lineage = lineage_message(driver.lineage)
+            lineage = vars(driver.lineage)
             return pb.HeartbeatReply(
                 lineage=lineage, standing=standing_message(standing), is_suspended=self._is_suspended()
             )
@@ -197,16 +185,16 @@ class Service:
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
         self._admit(context, caller, request, "learner")
-        claim, ask = claim_of(request), ask_of(request)
+        claim, ask = value_of(Claim, request), ask_of(request)
 
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
             driver.lease(claim, ask, done)
 
-        return lease_reply(self._driver.wait_for(lease, context))
+        return message_of(pb.LeaseReply, self._driver.wait_for(lease, context))
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request, "learner")
-        claim, report = claim_of(request), report_of(request)
+        claim, report = value_of(Claim, request), report_of(request)
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
             driver.leave(claim, report, lambda: done(pb.LeaveReply()))
@@ -233,7 +221,8 @@ class Service:
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
         self._admit(context, caller, request, "admin")
 
-        return pb.SteerReply(said=self.execute(order_of(request), caller, context.peer(), context))
+        order = value_of(Order, request, what=request.order)  # checked by the driver
+        return pb.SteerReply(said=self.execute(order, caller, context.peer(), context))
 
     def execute(self, order: Order, caller: Caller, peer: str, context: grpc.ServicerContext | None = None) -> str:
         """Execute an admin's order, from a call or from the live page; returns a sentence on its effect."""
@@ -253,7 +242,7 @@ class Service:
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
-        claim, hosted = claim_of(request), self._host()
+        claim, hosted = value_of(Claim, request), self._host()
         stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
         hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
@@ -329,8 +318,8 @@ class Service:
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining else "updates"
         self._admit(context, caller, request, "learner", kind)
-        claim, hosted = claim_of(request), self._driver
-        lineage = lineage_message(hosted.ask(lambda driver: driver.lineage))
+        claim, hosted = value_of(Claim, request), self._driver
+        lineage = vars(hosted.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             hosted.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
             static = memoryview(hosted.ask(lambda driver: driver.state.model.static))
