@@ -234,10 +234,9 @@ class Syncer:
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
+            page_url=self._page_url, take_over=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
 
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
-            signed=signed,
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))

@@ -6,6 +6,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -25,7 +26,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header, streamed
 from diloco.exchange.wire.incoming import ArrivalReports, start_of
 from diloco.exchange.wire.link_probe import answer_probe
-from diloco.exchange.wire.outgoing import ToLearner
+from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.exchange.wire.values import message_of, value_of
@@ -38,7 +39,7 @@ from diloco.run.status import RunStatus
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.followers import FollowerCalls, SignedObjects
+from diloco.syncer.door.followers import FollowerCalls
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import WatchStream, ask_of, contribution_of, layout_of, report_of, standing_message
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
@@ -48,6 +49,7 @@ from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
 
 
+@dataclass
 class Service:
     """Handlers of one run.
 
@@ -63,46 +65,34 @@ class Service:
         status_extra: more values for `Status`.
         reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
-        promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
+        take_over: lets this syncer serve the run by an admin's order; returns the epoch and versions that it serves.
         followers: handlers of the calls of followers.
-        signed: URLs of the objects.
         is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
-    def __init__(
-        self,
-        run: str,
-        method: Method,
-        host: Callable[[], HostedDriver],
-        *,
-        guard: CallGuard,
-        transfers: OpenTransfers,
-        incoming: IncomingModel,
-        audit: Audit,
-        lost_floor_s: float,
-        resumed: Callable[[str, str, int], None],
-        status_extra: Callable[[], dict[str, Any]],
-        reported: Callable[[Claim, Report], None],
-        page_url: Callable[[Caller], str],
-        promote: Callable[[], tuple[int, tuple[int, ...]]],
-        followers: FollowerCalls,
-        signed: SignedObjects,
-        is_suspended: Callable[[], bool],
-    ) -> None:
-        self._run, self._method, self._host = run, method, host
-        self._guard, self._admit = guard, guard.admit
-        self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
-        self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
-        self._promote, self._followers, self._is_suspended = promote, followers, is_suspended
-        self._signed = signed
-        self._probing = threading.Lock()
-        self._initialising = Initialising(
-            lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
-        )
+    run: str
+    method: Method
+    host: Callable[[], HostedDriver]
+    guard: CallGuard
+    transfers: OpenTransfers
+    incoming: IncomingModel
+    audit: Audit
+    lost_floor_s: float
+    resumed: Callable[[str, str, int], None]
+    status_extra: Callable[[], dict[str, Any]]
+    reported: Callable[[Claim, Report], None]
+    page_url: Callable[[Caller], str]
+    take_over: Callable[[], tuple[int, tuple[int, ...]]]
+    followers: FollowerCalls
+    is_suspended: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._admit, self._probing = self.guard.admit, threading.Lock()
+        self._initialising = Initialising(lambda: self._driver, self.transfers, self.audit, self.incoming, self.resumed)
 
     def handlers(self) -> Admission:
         """The argument of `grpc.Server.add_generic_rpc_handlers`."""
-        guard = self._guard
+        guard = self.guard
         return Admission(
             {
                 "Describe": guard.unary("Describe", self.describe, pb.DescribeRequest),
@@ -119,19 +109,19 @@ class Service:
                 "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
-                **self._followers.handlers(),
+                **self.followers.handlers(),
             }
         )
 
     @property
     def _driver(self) -> HostedDriver:
         """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
-        if self._is_suspended():
+        if self.is_suspended():
             raise StandbyError(
                 "this syncer does not reach its store now, so that it can make nothing durable; repeat the call, which "
                 "it or the run's next syncer answers."
             )
-        return self._host()
+        return self.host()
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +133,7 @@ class Service:
             return pb.DescribeReply(
                 method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
                 layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
-                lineage=vars(driver.lineage), lost_floor_s=self._lost_floor_s,
+                lineage=vars(driver.lineage), lost_floor_s=self.lost_floor_s,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -163,7 +153,7 @@ class Service:
             )  # fmt: skip
 
         reply = self._driver.wait_for(join, context)
-        self._audit.admitted("Join", caller, request.learner, context.peer())
+        self.audit.admitted("Join", caller, request.learner, context.peer())
         return reply
 
     def heartbeat(
@@ -176,11 +166,11 @@ class Service:
             standing = driver.heartbeat(claim, report)
             lineage = vars(driver.lineage)
             return pb.HeartbeatReply(
-                lineage=lineage, standing=standing_message(standing), is_suspended=self._is_suspended()
+                lineage=lineage, standing=standing_message(standing), is_suspended=self.is_suspended()
             )
 
-        answer = self._host().ask(reply)
-        self._reported(claim, report)
+        answer = self.host().ask(reply)
+        self.reported(claim, report)
         return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
@@ -200,22 +190,22 @@ class Service:
             driver.leave(claim, report, lambda: done(pb.LeaveReply()))
 
         reply = self._driver.wait_for(leave, context)
-        self._reported(claim, report)
+        self.reported(claim, report)
         return reply
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
         try:
-            status = self._host().ask(lambda driver: driver.status())
+            status = self.host().ask(lambda driver: driver.status())
         except StandbyError:
-            idle = RunState[Any, Any](self._run, self._method, Deadlines(), None, Budget())
+            idle = RunState[Any, Any](self.run, self.method, Deadlines(), None, Budget())
             status = {**RunStatus().as_dict(idle, 0.0), "spooled_bytes": 0, "waits_for": None}
-        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
+        return pb.StatusReply(status=json.dumps({**status, **self.status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
         self._admit(context, caller, request, "admin")
-        epoch, versions = self._promote()
-        self._audit.admitted("Promote", caller, "", context.peer())
+        epoch, versions = self.take_over()
+        self.audit.admitted("Promote", caller, "", context.peer())
         return pb.PromoteReply(epoch=epoch, versions=versions)
 
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
@@ -231,18 +221,18 @@ class Service:
             driver.steer(order, caller.name, done)
 
         said = self._driver.wait_for(steer, context)
-        self._audit.admitted("Steer", caller, order.learner, peer)
+        self.audit.admitted("Steer", caller, order.learner, peer)
         return said
 
     def open_page(self, caller: Caller, request: pb.OpenPageRequest, context: grpc.ServicerContext) -> pb.OpenPageReply:
         self._admit(context, caller, request, "viewer")
-        return pb.OpenPageReply(url=self._page_url(caller))
+        return pb.OpenPageReply(url=self.page_url(caller))
 
     def watch(
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
-        claim, hosted = value_of(Claim, request), self._host()
+        claim, hosted = value_of(Claim, request), self.host()
         stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
         hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
@@ -266,7 +256,7 @@ class Service:
         self._admit(context, caller, header, "learner", "contributions")
         contribution, hosted = contribution_of(header), self._driver
         what = "Push", header.fragment, header.number, header.start, header.stop
-        with self._transfers.open(header.learner, header.incarnation, what, context):
+        with self.transfers.open(header.learner, header.incarnation, what, context):
             push = yield from self._receive(hosted, contribution, header, stream)
         start, stop = push.room
         whole = pb.Received(num_bytes=stop - start, all=True)
@@ -294,7 +284,7 @@ class Service:
                 yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
                 filled = resumed_at(read_header(stream, pb.Resume).start, filled)
             if filled:
-                self._resumed(header.learner, "contributions", filled)
+                self.resumed(header.learner, "contributions", filled)
             progress, kept = ArrivalReports(), filled
             for filled in filling(stream, buffer, filled=kept):
                 if progress.is_due():
@@ -363,7 +353,7 @@ class Service:
         """
         name, tensor, first = stored
         may_refer = request.joining and not request.direct and not request.HasField("kept") and header.num_bytes > 0
-        if name is not None and may_refer and self._signed.refer(header, name, tensor, first):
+        if name is not None and may_refer and self.followers.signed.refer(header, name, tensor, first):
             yield header.SerializeToString()
             return
         checksum = 0
@@ -371,8 +361,8 @@ class Service:
             header.start = start_of(request.kept, header, parts[0])
             checksum = zlib.crc32(parts[0][: header.start])
         if header.start:
-            self._resumed(request.learner, kind, header.start)
-        pace = ToLearner(stream, header.start, self._followers.link)
+            self.resumed(request.learner, kind, header.start)
+        pace = Acknowledged(stream, self.followers.link, header.start)
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
         segments = request.segments
         is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have this part
@@ -380,7 +370,7 @@ class Service:
             yield from frames
             return
         what = "Pull", request.fragment, request.static, segments.first, segments.stop
-        with self._transfers.open(request.learner, request.incarnation, what, context), self._followers.link.download():
+        with self.transfers.open(request.learner, request.incarnation, what, context), self.followers.link.download():
             yield from frames
 
     def probe(
