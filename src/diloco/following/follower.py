@@ -22,7 +22,7 @@ from diloco.errors import (
 )
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire.tensors import tensors_of
-from diloco.following.sources import PatientSource, Place, RunSource, open_source
+from diloco.following.sources import Place, RunSource, open_source
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.protocol.records import progress_of
 from diloco.store.objects import read_manifest, repeated
@@ -280,8 +280,8 @@ def follow(
     Raises:
         ConfigError: an argument is invalid. StoreError: the store is of another format.
     """
-    patient = PatientSource(open_source(source, run, keys=keys, insecure=insecure), patience_s)
-    follower = Follower(patient, run, every=every, poll_s=poll_s)
+    opened = open_source(source, run, keys=keys, insecure=insecure, patience_s=patience_s)
+    follower = Follower(opened, run, every=every, poll_s=poll_s)
     if callback is not None:
         follower.call(callback)
     return follower
