@@ -45,13 +45,14 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class Bucket:
-    """The `Objects` of a URL: "s3://bucket/run", "gs://bucket/run", "https://account.r2.cloudflarestorage.com/bucket/run",
+    """The `Objects` of a URL: "s3://bucket/run", "gs://bucket/run",
+    "https://account.r2.cloudflarestorage.com/bucket/run" or
     "https://account.blob.core.windows.net/container/run". An endpoint and a region may follow:
     "s3://bucket/run?endpoint=https://minio.example.org&region=eu"; they come before environment variables.
 
     Raises:
         ConfigError: obstore is not installed, or the URL is not of a bucket.
-    """  # fmt: skip
+    """
 
     shortest_swap_s = 1.0
     """Google and R2 accept one write of a name a second."""

@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,16 +16,10 @@ from safetensors.torch import save
 
 from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
-from diloco.errors import (
-    CorruptPayloadError,
-    LayoutError,
-    NoRoomError,
-    RunError,
-    StandbyError,
-)
+from diloco.errors import LayoutError, NoRoomError, RunError, StandbyError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header, streamed
-from diloco.exchange.wire.incoming import ArrivalReports, start_of
+from diloco.exchange.wire.frames import streamed
+from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.link_probe import answer_probe
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
@@ -43,7 +38,7 @@ from diloco.syncer.door.followers import FollowerCalls
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import WatchStream, ask_of, contribution_of, layout_of, report_of, standing_message
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
-from diloco.syncer.door.receiving import IncomingModel, resumed_at
+from diloco.syncer.door.receiving import IncomingBytes, IncomingModel
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
@@ -275,32 +270,20 @@ class Service:
             )
         )
         start, stop = push.room
-        no_room, is_complete, filled = None, False, 0
+        no_room, is_complete, incoming = None, False, None
         try:
-            buffer = push.slot.buffer[start:stop]
-            if header.resumes:
-                filled = push.received
-                checksum = zlib.crc32(buffer[:filled])
-                yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
-                filled = resumed_at(read_header(stream, pb.Resume).start, filled)
-            if filled:
-                self.resumed(header.learner, "contributions", filled)
-            progress, kept = ArrivalReports(), filled
-            for filled in filling(stream, buffer, filled=kept):
-                if progress.is_due():
-                    yield pb.PushReply(received=pb.Received(num_bytes=filled))
+            incoming = IncomingBytes(push.slot.buffer[start:stop], push.received if header.resumes else 0)
+            resumed = partial(self.resumed, header.learner, "contributions")
+            for received in incoming.reports(stream, resumed, resumes=header.resumes):
+                yield pb.PushReply(received=received)
             is_complete = True
         except NoRoomError as error:
             no_room = error
             raise
-        except CorruptPayloadError:
-            if filled == stop - start:  # complete, with a wrong checksum
-                filled = 0
-            raise
         finally:
             if not is_complete:
-                received = filled
-                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+                filled = 0 if incoming is None else incoming.filled
+                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=filled))
         return push
 
     def pull(
