@@ -56,9 +56,14 @@ def over(connection: Connection) -> Remote:
     return Remote(Dialler([connection]), run=RUN, learner="a", initial=Initial(0, 0, "test"))
 
 
+class ImpatientConnection(Connection):
+    def expect_answers_within(self, floor_s: float) -> None:
+        super().expect_answers_within(min(0.5, floor_s))
+
+
 def impatient(address: str) -> Remote:
     """A learner that tries a transfer again after half a second of nothing."""
-    return over(Connection(address, stall_floor_s=0.5))
+    return over(ImpatientConnection(address))
 
 
 def phase(exchange: Remote) -> str:

@@ -49,6 +49,7 @@ from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.threads import Ticker
 from diloco.syncer.wire_bytes import WireBytes
+from diloco.watching import only_watching
 from diloco.whole_files import write_whole
 
 log = logging.getLogger("diloco.syncer")
@@ -248,7 +249,7 @@ class Syncer:
                 steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
-        self._checks, self._reports = Ticker(self._check), Ticker(self._report)
+        self._checks, self._reports = Ticker(self._check), Ticker(only_watching(self)._report)
         self._checks.start()
         self._server.start()
         self._reports.start()

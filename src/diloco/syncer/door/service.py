@@ -25,9 +25,9 @@ from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.exchange.wire.values import message_of, value_of
-from diloco.protocol.contribution import Budget, Contribution
+from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
-from diloco.protocol.members import Claim, Deadlines, Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.steering import Order
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
@@ -193,7 +193,7 @@ class Service:
         try:
             status = self.host().ask(lambda driver: driver.status())
         except StandbyError:
-            idle = RunState[Any, Any](self.run, self.method, Deadlines(), None, Budget())
+            idle = RunState[Any, Any](self.run, self.method)
             status = {**RunStatus().as_dict(idle, 0.0), "spooled_bytes": 0, "waits_for": None}
         return pb.StatusReply(status=json.dumps({**status, **self.status_extra()}))
 
