@@ -13,13 +13,7 @@ from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment, apply_update
 from diloco.core.layout import Layout, named_tensors
-from diloco.errors import (
-    ConfigError,
-    LineageError,
-    NotInitialisedError,
-    StoppedError,
-    VersionError,
-)
+from diloco.errors import ConfigError, LineageError, NotInitialisedError, StoppedError, VersionError
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire.tensors import tensors_of
 from diloco.following.sources import Place, RunSource, open_source

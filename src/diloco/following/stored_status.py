@@ -37,10 +37,8 @@ def _status(objects: Readable) -> dict[str, Any]:
     assert manifest.record is not None
     newest = [versions[0] for versions in manifest.fragments]
     with ObjectReader(objects) as reader:
-        frozen, (record, epochs) = (
-            reader.frozen(manifest.frozen, static=False),
-            reader.record(manifest.record, len(newest)),
-        )
+        frozen = reader.frozen(manifest.frozen, static=False)
+        record, epochs = reader.record(manifest.record, len(newest))
         require_one_run(frozen, manifest, objects.name)
         heads = [reader.head(each.held, f"version {each.version}") for each in newest]
     place = objects.name

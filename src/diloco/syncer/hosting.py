@@ -368,8 +368,8 @@ class HostedDriver:
             return answer
 
     def wait_for(
-        self, event: Callable[[SyncerDriver, Callable[[T], None]], None], context: grpc.ServicerContext | None = None,
-    ) -> T:  # fmt: skip
+        self, event: Callable[[SyncerDriver, Callable[[Any], None]], None], context: grpc.ServicerContext | None = None,
+    ) -> Any:  # fmt: skip
         """Execute an event that is answered later, by a call of its second argument; waits for the answer.
 
         Raises:

@@ -41,17 +41,11 @@ def learner_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if not metrics:
         return {}
-    num_bytes = metrics["num_bytes"]
-    values = {
-        "exchange/run_tokens": metrics["run_tokens"],
-        "exchange/updates": metrics["updates"],
-        "exchange/merges": metrics["merges"],
-        "exchange/step_s": metrics["step_s"],
-        "exchange/blocked_s": metrics["blocked_s"],
+    names, num_bytes = ("run_tokens", "updates", "merges", "step_s", "blocked_s", "resumed_bytes"), metrics["num_bytes"]
+    values = {f"exchange/{name}": metrics[name] for name in names} | {
         "exchange/blocked_steps": metrics["num_blocked"],
         "exchange/sent_bytes": num_bytes.get("contributions", 0),
         "exchange/received_bytes": num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-        "exchange/resumed_bytes": metrics["resumed_bytes"],
     }
     tokens: Counter[str] = Counter()
     for fragment in metrics["ledger"]:

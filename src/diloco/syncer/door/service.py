@@ -147,7 +147,7 @@ class Service:
                 claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
             )  # fmt: skip
 
-        reply = self._driver.wait_for(join, context)
+        reply: pb.JoinReply = self._driver.wait_for(join, context)
         self.audit.admitted("Join", caller, request.learner, context.peer())
         return reply
 
@@ -172,21 +172,16 @@ class Service:
         self._admit(context, caller, request, "learner")
         claim, ask = value_of(Claim, request), ask_of(request)
 
-        def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
-            driver.lease(claim, ask, done)
-
-        return message_of(pb.LeaseReply, self._driver.wait_for(lease, context))
+        grant: Grant = self._driver.wait_for(lambda driver, done: driver.lease(claim, ask, done), context)
+        return message_of(pb.LeaseReply, grant)
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request, "learner")
         claim, report = value_of(Claim, request), report_of(request)
 
-        def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
-            driver.leave(claim, report, lambda: done(pb.LeaveReply()))
-
-        reply = self._driver.wait_for(leave, context)
+        self._driver.wait_for(lambda driver, done: driver.leave(claim, report, partial(done, None)), context)
         self.reported(claim, report)
-        return reply
+        return pb.LeaveReply()
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
@@ -212,10 +207,7 @@ class Service:
     def execute(self, order: Order, caller: Caller, peer: str, context: grpc.ServicerContext | None = None) -> str:
         """Execute an admin's order, from a call or from the live page; returns a sentence on its effect."""
 
-        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
-            driver.steer(order, caller.name, done)
-
-        said = self._driver.wait_for(steer, context)
+        said: str = self._driver.wait_for(lambda driver, done: driver.steer(order, caller.name, done), context)
         self.audit.admitted("Steer", caller, order.learner, peer)
         return said
 
