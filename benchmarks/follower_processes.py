@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.following.sources import PatientSource, open_source
+from diloco.following.sources import open_source
 from diloco.store.objects import read_manifest
 
 RUN, SYNC_EVERY = "followed", 20
@@ -57,7 +57,7 @@ def follow(address: str, index: int, *, is_drain: bool) -> None:
 
 def drain(address: str, index: int, keys: Path) -> None:
     read = -1
-    with closing(PatientSource(open_source(address, RUN, keys=keys), None)) as source:
+    with closing(open_source(address, RUN, keys=keys, patience_s=None)) as source:
         while True:
             [[newest, *_]] = read_manifest(source).fragments
             if read == -1:

@@ -1,6 +1,7 @@
 """What the demo computes from event files, and its page. The demo itself: `make demo` (slow)."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -92,7 +93,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_bytes_are_summed_over_syncer_processes(run: Path) -> None:
     timeline = read(run)
-    assert timeline.traffic == {"updates": 11, "contributions": 7, "control": 2}
+    assert timeline.traffic.by_kind() == {"updates": 11, "contributions": 7, "control": 2}
     assert timeline.syncer_starts == [(1, "syncer"), (40, "syncer")]
     assert timeline.initial_tokens == 100
 
@@ -126,7 +127,7 @@ def test_two_syncers_are_one_run(shared_run: Path) -> None:
     """A standby's start is no restart, and each syncer counts its own bytes, in whatever order the files are read."""
     timeline, story = read_run([shared_run])
     for each in (timeline, read(shared_run)):
-        assert (each.traffic, each.num_restarts) == ({"updates": 14}, 1)
+        assert (each.traffic.by_kind(), each.num_restarts) == ({"updates": 14}, 1)
     shown = story.since(0)
     assert (shown["head"]["state"], shown["head"]["restarts"], shown["head"]["num_bytes"]) == ("ended", 1, 14)
     assert recovery(read(shared_run), Kill("syncer", 38.5)) == (4.5, "standby")
@@ -150,7 +151,8 @@ def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
 
 def test_presence(run: Path) -> None:
     timeline = read(run)
-    assert timeline.live_learners() == ["learner-0", "learner-1"]
+    live = sorted(name for name, spans in timeline.presence.items() if spans[-1][1] is None)
+    assert live == ["learner-0", "learner-1"]
     assert [timeline.num_live(t) for t in (4, 8, 15, 25, 35)] == [0, 1, 2, 3, 2]
 
 
@@ -420,7 +422,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     def kill_from_outside(phase: str, timeline: Timeline, family: DemoProcesses) -> None:
         phases.append(phase)
         due = {
-            "syncer": len(timeline.merges) >= 5 and len(timeline.live_learners()) == len(LEARNERS),
+            "syncer": len(timeline.merges) >= 5 and timeline.num_live(math.inf) == len(LEARNERS),
             "learner-0": len(timeline.syncer_starts) > 1 and timeline.presence["learner-0"][-1][1] is None,
         }
         for name, is_due in due.items():

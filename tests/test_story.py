@@ -152,6 +152,12 @@ def test_bytes_add_up_over_restarts_of_the_syncer(story: Story) -> None:
     assert (head["num_bytes"], head["restarts"], head["state"]) == (105, 1, "training")
 
 
+def test_bytes_are_counted_once_where_a_standby_starts_beside_the_syncer(story: Story) -> None:
+    story.take(ev.SyncerStarted(t=140.0, who="syncer", run="tiny", address="y", versions=(), method={}), "standby")
+    syncers(story, ev.Traffic(t=142.0, learner="a", sent_bytes={"updates": 120}, received_bytes={}))
+    assert story.since(0)["head"]["num_bytes"] == 120
+
+
 def test_memory_is_bounded_and_the_curve_keeps_its_ends(story: Story) -> None:
     syncers(story, *(merged(200.0 + n, n, ("a",)) for n in range(3, 3 + 2 * MAX_MERGES)))
     shown = story.since(0)

@@ -4,6 +4,8 @@ Each process of a run appends to its own file: one JSON object per line, with `t
 `who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -347,6 +349,50 @@ class Traffic(Event, kind="traffic"):
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
     learner: str = ""  # the peer, for counts of one learner's calls
+
+    @property
+    def ways(self) -> tuple[int, int]:
+        """Bytes received, and sent."""
+        return sum(self.received_bytes.values()), sum(self.sent_bytes.values())
+
+
+class TrafficTotals:
+    """Bytes that learners have exchanged with a run's syncers, each of whose processes counts from 0.
+
+    Attributes:
+        starts: of syncer processes, by event log.
+    """
+
+    def __init__(self) -> None:
+        self.starts: Counter[str] = Counter()
+        self._newest: dict[tuple[str, int, str], Traffic] = {}  # by log, process and learner
+
+    def take(self, event: Event, log: str = "") -> Traffic | None:
+        """Count an event of a syncer. Returns what its process has counted for the same learner before."""
+        if isinstance(event, SyncerStarted):
+            self.starts[log] += 1
+        if not isinstance(event, Traffic):
+            return None
+        key = log, self.starts[log], event.learner
+        before = self._newest.get(key)
+        self._newest[key] = event
+        return before
+
+    def _of(self, learners: Sequence[str]) -> list[Traffic]:
+        return [newest for (_, _, learner), newest in self._newest.items() if not learners or learner in learners]
+
+    def by_kind(self, *learners: str) -> dict[str, int]:
+        """Bytes in both directions on the connections of these learners, or of all."""
+        totals = Counter[str]()
+        for newest in self._of(learners):
+            totals.update(newest.sent_bytes)
+            totals.update(newest.received_bytes)
+        return dict(totals)
+
+    def ways(self, *learners: str) -> tuple[int, int]:
+        """Bytes that syncers have received from these learners, or from all, and sent to them."""
+        each = [newest.ways for newest in self._of(learners)]
+        return sum(received for received, _ in each), sum(sent for _, sent in each)
 
 
 class StandingChanged(Event, kind="standing_changed"):

@@ -61,6 +61,15 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def mark_of(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file: its inode, size and times. None: it cannot be looked at."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def hidden_name(what: str) -> str:
     """A hidden name for a file of this process that is incomplete or being removed."""
     return f".{what}.{socket.gethostname()}.{os.getpid()}"

@@ -21,30 +21,25 @@ from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import errors, events
+from diloco.core.update import Update
 from diloco.event_log import read_events
 from diloco.exchange.base import Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote, remote
 from diloco.exchange.remote.entry import Initial
-from diloco.exchange.remote.messages import (
-    grant_of,
-    heartbeat_request,
-    lease_request,
-    leave_request,
-    pull_request,
-    push_header,
-    standing_of,
-)
+from diloco.exchange.remote.messages import lease_request, pull_request, push_header, request_of, standing_of
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.contribution import OVERLAP, Budget, Contribution, Standing, Verdict
 from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Evaluation, Member, Report
 from diloco.protocol.rounds.called import CalledSyncer
 from diloco.protocol.session import requests
-from diloco.protocol.session.requests import Beat, Lease, Leave, Push
-from diloco.syncer.door.messages import ask_of, claim_of, contribution_of, lease_reply, report_of, standing_message
+from diloco.protocol.session.requests import Lease, Push
+from diloco.protocol.steering import Order
+from diloco.syncer.door.messages import ask_of, contribution_of, report_of, standing_message
 
 EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)
 """Both fragments in fp32."""
@@ -60,9 +55,14 @@ def over(connection: Connection) -> Remote:
     return Remote(Dialler([connection]), run=RUN, learner="a", initial=Initial(0, 0, "test"))
 
 
+class ImpatientConnection(Connection):
+    def expect_answers_within(self, floor_s: float) -> None:
+        super().expect_answers_within(min(0.5, floor_s))
+
+
 def impatient(address: str) -> Remote:
     """A learner that tries a transfer again after half a second of nothing."""
-    return over(Connection(address, stall_floor_s=0.5))
+    return over(ImpatientConnection(address))
 
 
 def phase(exchange: Remote) -> str:
@@ -446,17 +446,38 @@ STANDING = Standing(
 )  # fmt: skip
 
 
+NAMED_AS_IN: list[tuple[Any, Any, set[str]]] = [
+    (Claim, pb.HeartbeatRequest, set()), (Claim, pb.WatchRequest, set()), (Claim, pb.PullRequest, set()),
+    (Claim, pb.LeaseRequest, {"versions"}), (Claim, pb.LeaveRequest, {"versions"}),
+    (Claim, pb.JoinRequest, {"versions", "incarnation"}),
+    (Claim, pb.InitialiseHeader, {"versions", "incarnation", "process"}),
+    (Report, pb.HeartbeatRequest, set()), (Contribution, pb.PushHeader, set()), (Standing, pb.Standing, {"budget"}),
+    (Update, pb.PullHeader, set()), (requests.Fetch, pb.PullRequest, {"claim"}), (Ask, pb.LeaseRequest, {"data"}),
+    (Grant, pb.LeaseReply, {"number"}), (Order, pb.SteerRequest, {"what"}),
+    (Initial, pb.InitialiseHeader, {"initialises"}),
+    (Lineage, pb.Lineage, set()), (Verdict, pb.Verdict, set()), (Evaluation, pb.Evaluation, set()),
+]  # fmt: skip
+
+
+def test_values_are_sent_by_the_names_of_their_fields() -> None:
+    for kind, message, others in NAMED_AS_IN:
+        names = {each.name for each in fields(kind)} - others
+        assert names <= {each.name for each in message.DESCRIPTOR.fields}, (kind, message)
+    for message, names in ((pb.Units, "first stop"), (pb.Call, "fragment version"), (pb.Discard, "reason tokens")):
+        assert [each.name for each in message.DESCRIPTOR.fields] == names.split()  # tuples are sent in this order
+
+
 @pytest.mark.parametrize("report", [REPORT, Report()])
 @pytest.mark.parametrize("claim", [Claim("a", 2, 12, SEEN, (5, 0)), Claim("a", 2, 12)])
 def test_what_a_learner_reports_arrives_as_it_was(claim: Claim, report: Report) -> None:
-    beat = heartbeat_request("run", Beat(claim, 1, 1.0, report))
-    assert (claim_of(beat), report_of(beat)) == (claim, report)
-    leave = leave_request("run", Leave(claim, 1, 1.0, report))
+    beat = request_of(pb.HeartbeatRequest, "run", claim, report)
+    assert (value_of(Claim, beat), report_of(beat)) == (claim, report)
+    leave = request_of(pb.LeaveRequest, "run", claim, report)
     left = Report(
         report.step, report.tokens, earlier_tokens=report.earlier_tokens, training_loss=report.training_loss,
         evaluation=report.evaluation, blocked_s=report.blocked_s,
     )  # fmt: skip
-    assert (claim_of(leave), report_of(leave)) == (replace(claim, versions=()), left)
+    assert (value_of(Claim, leave), report_of(leave)) == (replace(claim, versions=()), left)
 
 
 @pytest.mark.parametrize("standing", [STANDING, Standing(0, 0, 0, 1, None, (0,))])
@@ -467,13 +488,18 @@ def test_what_a_syncer_tells_arrives_as_it_was(standing: Standing) -> None:
 def test_a_lease_arrives_as_it_was() -> None:
     ask = Ask(1, 8, DataSet(100, 2, "d", 16), (((0, 2), (5, 6)), ()))
     request = lease_request("run", Lease(Claim("a", 2, 12, SEEN), 1, 1.0, ask))
-    assert (claim_of(request), ask_of(request)) == (Claim("a", 2, 12, SEEN), ask)
+    assert (value_of(Claim, request), ask_of(request)) == (Claim("a", 2, 12, SEEN), ask)
     grant = Grant(1, ((3, 5), (8, 9)), ((0, 1),))
-    assert grant_of(1, lease_reply(grant)) == grant
+    assert value_of(Grant, message_of(pb.LeaseReply, grant), number=1) == grant
 
 
 @pytest.mark.parametrize(("fragment", "part"), [(0, "fragment"), (2, "fragment"), (None, "static")])
 def test_a_fetch_asks_for_one_part(fragment: int | None, part: str) -> None:
     request = pull_request("run", requests.Fetch(Claim("a", 2, 12, SEEN, (-1, 4)), fragment, -1, joining=True))
     assert (request.WhichOneof("part"), request.fragment, request.static) == (part, fragment or 0, fragment is None)
-    assert (request.base, request.joining, list(request.versions), claim_of(request).seen) == (-1, True, [0, 4], SEEN)
+    assert (request.base, request.joining, list(request.versions), value_of(Claim, request).seen) == (
+        -1,
+        True,
+        [0, 4],
+        SEEN,
+    )

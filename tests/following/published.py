@@ -94,7 +94,7 @@ def _serves(syncer: Syncer) -> bool:
     return False
 
 
-class RecordedSource:
+class RecordedSource(RunSource):
     """A source that keeps account of what is read.
 
     Attributes:
@@ -102,12 +102,12 @@ class RecordedSource:
     """
 
     def __init__(self, source: RunSource) -> None:
-        self.name, self.manifest, self.close = source.name, source.manifest, source.close
-        self._source = source
+        super().__init__(source)
+        self.close = source.close  # type: ignore[method-assign]
         self.reads: list[tuple[str, int]] = []
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
-        data = self._source.get(name, start, stop)
+        data = super().get(name, start, stop)
         self.reads.append((name, len(data)))
         return data
 

@@ -34,7 +34,7 @@ from diloco.cli.replay import _numbers, _replay
 from diloco.errors import AlreadyInitialisedError, DilocoError, UnknownRunError
 from diloco.event_log import EventLog
 from diloco.following.follower import Follower
-from diloco.following.sources import StoreSource
+from diloco.following.sources import RunSource
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Deadlines
 from diloco.protocol.publishing import Publisher, RefuseStart, Stand, Swap
@@ -182,8 +182,8 @@ def followed() -> Target:
             path.mkdir()
             fill(path, older)
             with (
-                Follower(StoreSource(open_store(path)), RUN) as old,
-                Follower(StoreSource(open_store(path)), RUN) as new,
+                Follower(RunSource(open_store(path)), RUN) as old,
+                Follower(RunSource(open_store(path)), RUN) as new,
             ):
                 assert old.newer() is not None
                 shutil.rmtree(path)

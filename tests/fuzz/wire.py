@@ -35,14 +35,16 @@ from diloco.exchange.dialling import Dialler, fetch_status
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.rank_messages import Message, read_message, value_of
 from diloco.exchange.probe import probe
-from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, standing_of
+from diloco.exchange.remote.messages import method_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire import values as wire_values
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.following.follower import newest_model
 from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
+from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim
 from diloco.protocol.session import requests
 
@@ -296,16 +298,16 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
             case b"Describe":
                 described = connection.call("control", "Describe", pb.DescribeRequest(), pb.DescribeReply)
                 method_of(described)
-                layout_of(described)
                 with suppress(DilocoError):  # there is no model behind it
                     newest_model(self._address, run=RUN).state_dict()
             case b"Join":
-                lineage_of(connection.call("joins", "Join", pb.JoinRequest(), pb.JoinReply).lineage)
+                wire_values.value_of(Lineage, connection.call("joins", "Join", pb.JoinRequest(), pb.JoinReply).lineage)
             case b"Heartbeat":
                 reply = connection.call("control", "Heartbeat", pb.HeartbeatRequest(), pb.HeartbeatReply)
                 standing_of(reply.standing)
             case b"Lease":
-                grant_of(1, connection.call("control", "Lease", pb.LeaseRequest(), pb.LeaseReply))
+                leased = connection.call("control", "Lease", pb.LeaseRequest(), pb.LeaseReply)
+                wire_values.value_of(Grant, leased, number=1)
             case b"Status":
                 fetch_status(self._address, run=RUN)
             case b"Watch":

@@ -50,7 +50,8 @@ class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
 
         def closing(action: MergeRound) -> None:
             absent = sorted(action.members.difference(c.learner for c in action.contributions))
-            tokens = [self.core.pending_tokens(learner, action.fragment) for learner in absent]
+            accounts = self.core.accounting.accounts
+            tokens = [accounts[learner].ledgers[action.fragment].pending for learner in absent]
             self.accounts.scaled(self.state.method, action, tokens)
             close(action)
 

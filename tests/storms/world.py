@@ -30,7 +30,7 @@ from torch import Tensor
 from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.quorum import AllLive
 from diloco.errors import DigestError, DilocoError, StoreError
-from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess
+from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProcess
 from diloco.protocol.publishing import Standing
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemoryStore
@@ -212,7 +212,7 @@ class Storm:
         ended."""
         if self.driver is None or not isinstance(self.plan.method.quorum, AllLive):
             return False
-        ended = self.driver.core.ended(0)
+        ended = self.driver.core.accounting.ended(0)
         num_known = sum(not learner.has_finished or learner.name in ended for learner in self.learners)
         return num_known < self.plan.method.quorum.at_least
 
@@ -332,7 +332,7 @@ class Storm:
     def door(self, address: int, *, is_heartbeat: bool = False) -> SyncerProcess | None:
         """What answers a call at a syncer's address; None: nothing does. `is_heartbeat`: as `NodeDoor`."""
         if self.impostor is not None:
-            return OneSyncer(self.impostor.driver)
+            return self.impostor
         node = self.nodes[address]
         is_open = node.publisher is not None and (node.driver is not None or self.plan.lease_s < math.inf)
         return NodeDoor(node, is_heartbeat=is_heartbeat) if is_open else None
@@ -468,6 +468,8 @@ class Impostor:
         driver: its.
         epoch: that it has begun.
     """
+
+    serves, is_suspended = True, False
 
     def __init__(self, storm: Storm, snapshot: Snapshot, boot: int) -> None:
         self._storm, self.boot = storm, boot

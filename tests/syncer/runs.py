@@ -111,6 +111,13 @@ def start(tmp_path: Path, given: diloco.Method, *, deadlines: Deadlines = PATIEN
     return Syncer(RUN, given, Options("127.0.0.1:0", tmp_path / "state", deadlines=deadlines, **options))
 
 
+def connection_to(address: str, stall_floor_s: float, keys: Path | None = None) -> Connection:
+    """A connection with a stall timeout of its own, before it knows that of the run."""
+    connection = Connection(address, keys=keys)
+    connection.expect_answers_within(stall_floor_s)
+    return connection
+
+
 class Raw:
     """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
@@ -119,7 +126,7 @@ class Raw:
     ) -> None:
         self.name = name
         self.layout = held or layout()
-        self.connection = Connection(address, keys=keys, stall_floor_s=60.0)  # also on a busy machine
+        self.connection = connection_to(address, 60.0, keys)  # also on a busy machine
         self.incarnation = self.process = self.boot = 0
         self.numbers: dict[int, int] = {}
         self.heard = pb.Standing()

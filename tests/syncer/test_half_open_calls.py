@@ -20,7 +20,7 @@ from benchmarks.processes import until
 from safetensors.torch import save
 from tests.chaos.relay import Link, Relay
 from tests.frames import frames
-from tests.syncer.runs import RUN, Net, Raw, method, start, train
+from tests.syncer.runs import RUN, Net, Raw, connection_to, method, start, train
 
 import diloco
 from diloco.core.fragments import Layout, make_layout
@@ -132,7 +132,7 @@ def test_an_answer_that_does_not_come_is_given_up_by_the_lost_deadline_of_the_ru
 @pytest.mark.parametrize("name", CALLS)
 def test_before_anything_is_known_of_a_run_its_caller_says_how_long_it_waits(name: str, tmp_path: Path) -> None:
     with serve(tmp_path) as syncer, Relay(syncer.port, before_up=swallow) as relay:
-        with closing(Connection(relay.address, stall_floor_s=0.4)) as connection:
+        with closing(connection_to(relay.address, 0.4)) as connection:
             with pytest.raises(UnreachableError, match=rf"has not answered {name} within 0\.4 s"):
                 CALLS[name](Dialler([connection]))
 
@@ -223,7 +223,7 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
     with (
         serve(tmp_path) as syncer,
         Relay(syncer.port, swallow_before_acknowledgements, swallow_before_acknowledgements) as relay,
-        closing(Connection(relay.address, stall_floor_s=300.0)) as patient,
+        closing(connection_to(relay.address, 300.0)) as patient,
         ThreadPoolExecutor(1) as pool,
     ):
         if name != "initialise":
@@ -239,7 +239,7 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
         finally:
             relay.cut()
         assert isinstance(lost.exception(), UnreachableError)
-        with closing(Connection(syncer.address, stall_floor_s=300.0)) as another:
+        with closing(connection_to(syncer.address, 300.0)) as another:
             again(lambda: TRANSFERS[name](another))  # nothing of the other one is in its way
 
 
@@ -248,7 +248,7 @@ def test_a_learner_gives_up_a_probe_in_which_nothing_moves(name: str, tmp_path: 
     with (
         start(tmp_path, method(), deadlines=Deadlines(lost_floor_s=300.0, lost_cap_s=300.0)) as syncer,
         Relay(syncer.port, swallow_at_length, swallow_at_length) as relay,
-        closing(Connection(relay.address, stall_floor_s=LOST_S)) as connection,
+        closing(connection_to(relay.address, LOST_S)) as connection,
     ):
         with pytest.raises(UnreachableError, match=r"nothing has moved .* for [\d.]+ s"):
             TRANSFERS[name](connection)
@@ -336,7 +336,7 @@ def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Pa
         start(tmp_path, method()) as syncer,
         Relay(syncer.port, swallow_at_length) as relay,
         ThreadPoolExecutor(1) as pool,
-        closing(Connection(relay.address, stall_floor_s=300.0)) as connection,
+        closing(connection_to(relay.address, 300.0)) as connection,
     ):
         lost = pool.submit(initialise, connection)
         until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")

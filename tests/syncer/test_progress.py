@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client.core import CollectorRegistry
-from tests.syncer.runs import RUN, Net, method, start
+from tests.syncer.runs import RUN, Net, Raw, method, start
 from tests.syncer.test_faults import until
 
 import diloco
@@ -150,3 +150,21 @@ def test_what_a_learner_logs_reaches_the_syncers_events_and_page(tmp_path: Path)
 def _reported(tmp_path: Path) -> list[ev.Reported]:
     events = read_events(tmp_path / "state" / "events.jsonl")
     return [event for event in events if isinstance(event, ev.Reported)]
+
+
+def test_a_report_that_fails_is_logged_and_the_next_one_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_bytes, failures = SyncerMetrics.set_bytes, iter([OSError("no metrics now")])
+
+    def fails_once(self: SyncerMetrics, totals: Any) -> None:
+        if (error := next(failures, None)) is not None:
+            raise error
+        set_bytes(self, totals)
+
+    monkeypatch.setattr(SyncerMetrics, "set_bytes", fails_once)
+    with start(tmp_path, method()) as syncer:
+        Raw(syncer.address).initialise()
+        events = tmp_path / "state" / "events.jsonl"
+        until(lambda: any(isinstance(event, ev.Traffic) for event in read_events(events)), "the bytes in the events")
+        assert "Syncer._report failed; the run continues" in caplog.text

@@ -98,8 +98,8 @@ class KeepDisplacement(Adopt):
 class Eager(Adopt):
     """θ ← OuterOpt(anchor_m, Δ̃_m): outer steps that include the learner's own newest work (arXiv 2502.12996).
 
-    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` gives Δ̃_m;
-    the result of the step is adopted unchanged.
+    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` gives
+    Δ̃_m; the result of the step is adopted unchanged.
     """
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:

@@ -32,6 +32,11 @@ class Quorum(Choice):
 
     at_least: int = checked(FROM_1, 1)
 
+    @property
+    def needs_syncer(self) -> str | None:
+        """Why learners cannot make its rounds by themselves, over a group, and what to do; None: they can."""
+        return f"{type(self).__name__} needs a syncer; use AllLive over a group."
+
 
 @dataclass(frozen=True)
 class AllLive(Quorum):
@@ -57,6 +62,12 @@ class AllLive(Quorum):
             raise ConfigError(
                 f"AllLive(drop_seed={self.drop_seed}) has no effect with drop=0; set drop, or leave drop_seed out."
             )
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return (
+            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
+        )
 
     def drops(self, learner: str, fragment: int, round_: int) -> bool:
         """Whether this contribution is left out."""

@@ -236,8 +236,8 @@ class Reference:
             own.residual = total - own.newest
 
     def _merge(self, p: int, senders: Sequence[int], scale: float) -> None:
-        """Δ̄ = scale · merge({Δ_m, w_m}), and the next version. A learner whose contribution a screen refuses takes back
-        its residual from before that contribution."""
+        """Δ̄ = scale · merge({Δ_m, w_m}), and the next version. A learner whose contribution a screen refuses takes
+        back its residual from before that contribution."""
         method, places, last, round_ = self.methods[p], self.places[p], self.versions[p][-1], len(self.versions[p]) - 1
         taken = {m: [self.learners[m][p].in_flight.pop(0) for _ in range(senders.count(m))] for m in sorted({*senders})}
         tokens, steps = ([sum(getattr(c, of) for c in sent) for sent in taken.values()] for of in ("tokens", "steps"))

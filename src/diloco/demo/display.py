@@ -98,7 +98,7 @@ def _progress(timeline: Timeline, family: DemoProcesses) -> list[str]:
 
 
 def _wire(timeline: Timeline) -> str:
-    return f"{len(timeline.merges)} merges, {sum(timeline.traffic.values()) / 1e6:.1f} MB on the wire"
+    return f"{len(timeline.merges)} merges, {sum(timeline.traffic.ways()) / 1e6:.1f} MB on the wire"
 
 
 def _doing(name: str, timeline: Timeline, family: DemoProcesses) -> str:

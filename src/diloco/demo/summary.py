@@ -32,7 +32,7 @@ def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[st
     timeline, config = outcome.timeline, outcome.config
     baseline, isolated = timeline.finished["baseline"], timeline.finished.get("isolated")
     assert baseline.loss is not None
-    wire_bytes = sum(timeline.traffic.values())
+    wire_bytes = sum(timeline.traffic.ways())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
     keys = ("name", "back_s", "by")
     kills = [dict(zip(keys, (kill.name, *recovery(timeline, kill)), strict=True)) for kill in outcome.kills]
@@ -45,7 +45,7 @@ def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[st
         "baseline_tokens": baseline.tokens,
         "initial_tokens": timeline.initial_tokens,
         "wire_bytes": wire_bytes,
-        "wire_bytes_by_kind": timeline.traffic,
+        "wire_bytes_by_kind": timeline.traffic.by_kind(),
         "baseline_wire_bytes": baseline_wire_bytes,
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
         "kills": kills,

@@ -101,21 +101,12 @@ class Connection:
     Arguments:
         address: "host:port"; a learner only dials out, to this one address.
         keys, insecure: as `Credentials`.
-        stall_floor_s: the stall timeout before the link was measured, seconds, also if the run's is longer; None: the
-            run's, once it is known.
 
     Attributes:
         closing: set once the connection is being closed.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        keys: AnyKeys | None = None,
-        insecure: bool = False,
-        stall_floor_s: float | None = None,
-    ) -> None:
+    def __init__(self, address: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
         self.address = address
         self._credentials = Credentials(address, keys=keys, insecure=insecure)
         self._has_answered = False
@@ -124,8 +115,7 @@ class Connection:
         self._refused_at: float | None = None  # the first refusal by TLS since the last answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
-        self._longest_floor_s = math.inf if stall_floor_s is None else stall_floor_s
-        self._stall_floor_s = STALL_FLOOR_S if stall_floor_s is None else stall_floor_s
+        self._stall_floor_s = STALL_FLOOR_S
         self._answers = StallTimeout(self._stall_floor_s, ANSWER_CAP_S)
         self._timeouts: defaultdict[str, StallTimeout] = defaultdict(
             lambda: StallTimeout(self._stall_floor_s, STALL_CAP_S)
@@ -135,7 +125,7 @@ class Connection:
 
     def expect_answers_within(self, floor_s: float) -> None:
         """Set the stall timeout of calls; it grows on a link where longer pauses are usual."""
-        self._stall_floor_s = min(self._longest_floor_s, floor_s)
+        self._stall_floor_s = floor_s
         for timeout in (self._answers, *list(self._timeouts.values())):
             timeout.floor_s = self._stall_floor_s
 

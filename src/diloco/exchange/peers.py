@@ -12,7 +12,6 @@ from torch import Tensor
 from diloco.core.layout import Placement
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
-from diloco.core.quorum import AllLive
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError
 from diloco.exchange.base import Event, Exchange, required_method
@@ -58,10 +57,8 @@ def require_no_syncer(method: Method) -> None:
     """Raise ConfigError for a method that needs a syncer."""
     if not method.wait:
         raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
-    if not isinstance(method.quorum, AllLive):
-        raise ConfigError(f"{type(method.quorum).__name__} needs a syncer; use AllLive over a group.")
-    if method.quorum.drop:
-        raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
+    if (why := method.quorum.needs_syncer) is not None:
+        raise ConfigError(why)
 
 
 def merge_inputs(

@@ -13,16 +13,10 @@ from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment, apply_update
 from diloco.core.layout import Layout, named_tensors
-from diloco.errors import (
-    ConfigError,
-    LineageError,
-    NotInitialisedError,
-    StoppedError,
-    VersionError,
-)
+from diloco.errors import ConfigError, LineageError, NotInitialisedError, StoppedError, VersionError
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire.tensors import tensors_of
-from diloco.following.sources import PatientSource, Place, RunSource, open_source
+from diloco.following.sources import Place, RunSource, open_source
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.protocol.records import progress_of
 from diloco.store.objects import read_manifest, repeated
@@ -280,8 +274,8 @@ def follow(
     Raises:
         ConfigError: an argument is invalid. StoreError: the store is of another format.
     """
-    patient = PatientSource(open_source(source, run, keys=keys, insecure=insecure), patience_s)
-    follower = Follower(patient, run, every=every, poll_s=poll_s)
+    opened = open_source(source, run, keys=keys, insecure=insecure, patience_s=patience_s)
+    follower = Follower(opened, run, every=every, poll_s=poll_s)
     if callback is not None:
         follower.call(callback)
     return follower

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from diloco.errors import (
     ConfigError,
@@ -28,7 +28,7 @@ from diloco.errors import (
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.run.objects import Found, Objects, Readable
+from diloco.run.objects import Found, Readable
 from diloco.store.objects import is_url, open_store
 
 log = logging.getLogger("diloco")
@@ -44,27 +44,6 @@ LANES = 2
 """Requests to a syncer at once, each on a connection of its own."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-
-
-class RunSource(Readable, Protocol):
-    """Objects and a manifest of a run. Any thread may call any method."""
-
-    def close(self) -> None:
-        """Hang up; calls that wait fail."""
-
-
-class StoreSource:
-    """The store of a run, served or not.
-
-    Arguments:
-        objects: the store.
-    """
-
-    def __init__(self, objects: Objects) -> None:
-        self.name, self.get, self.manifest = objects.name, objects.get, objects.manifest
-
-    def close(self) -> None:
-        """As `RunSource`."""
 
 
 class SyncerSource:
@@ -120,36 +99,39 @@ class SyncerSource:
             self._lanes.put(lane)
 
     def close(self) -> None:
-        """As `RunSource`."""
+        """Hang up; calls that wait fail."""
         self._syncers.close()
 
 
-class PatientSource:
-    """A source whose calls are repeated, with growing pauses, while it does not answer.
+class RunSource:
+    """Objects and a manifest of a run, as `Readable`. Any thread may call any method. Calls are repeated, with growing
+    pauses, while the place does not answer.
 
     Arguments:
+        place: a store, served or not, or a syncer.
         patience_s: after so long its error is raised; None: no limit.
 
     Once it is being closed, calls that fail raise StoppedError.
     """
 
-    def __init__(self, source: RunSource, patience_s: float | None) -> None:
-        self.name = source.name
+    def __init__(self, place: Readable, patience_s: float | None = 0.0) -> None:
+        self.name = place.name
         self._closing = threading.Event()
-        self._source, self._patience_s = source, patience_s
+        self._place, self._patience_s = place, patience_s
 
     def manifest(self) -> Found | None:
         """As `Readable`."""
-        return until_answered(self._source.manifest, self._closing, self._patience_s)
+        return until_answered(self._place.manifest, self._closing, self._patience_s)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         """As `Readable`."""
-        return until_answered(lambda: self._source.get(name, start, stop), self._closing, self._patience_s)
+        return until_answered(lambda: self._place.get(name, start, stop), self._closing, self._patience_s)
 
     def close(self) -> None:
-        """As `RunSource`."""
+        """Hang up; calls that wait fail."""
         self._closing.set()
-        self._source.close()
+        if isinstance(self._place, SyncerSource):
+            self._place.close()
 
 
 def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: float | None = None) -> T:
@@ -182,17 +164,19 @@ def is_address(place: Place) -> bool:
     return not is_url(text) and re.search(r"^unix:|:\d+(,|$)", text) is not None and not Path(text).exists()
 
 
-def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> RunSource:
-    """The source with this path, URL or address.
+def open_source(
+    place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False, patience_s: float | None = 0.0
+) -> RunSource:
+    """The source with this path, URL or address. `patience_s`: as `RunSource`'s.
 
     Raises:
         ConfigError: it is none of them, or `keys` were given for a store. StoreError: as `open_store`.
     """
     text = os.fspath(place)
     if is_address(place):
-        return SyncerSource(text, run, keys=keys, insecure=insecure)
+        return RunSource(SyncerSource(text, run, keys=keys, insecure=insecure), patience_s)
     if keys is not None or insecure:
         raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")
     if not is_url(text) and not Path(text).is_dir():
         raise ConfigError(f"there is no store in {text}; give a directory, a bucket's URL or a syncer's host:port.")
-    return StoreSource(open_store(text))
+    return RunSource(open_store(text), patience_s)

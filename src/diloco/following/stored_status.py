@@ -9,8 +9,6 @@ from typing import Any
 from diloco.core.update import Update
 from diloco.errors import DamagedObjectError, translated
 from diloco.escaping import MALFORMED
-from diloco.protocol.contribution import Budget
-from diloco.protocol.members import Deadlines
 from diloco.run.objects import Readable
 from diloco.run.ports import SavedRun
 from diloco.run.run_state import RunState
@@ -39,20 +37,18 @@ def _status(objects: Readable) -> dict[str, Any]:
     assert manifest.record is not None
     newest = [versions[0] for versions in manifest.fragments]
     with ObjectReader(objects) as reader:
-        frozen, (record, epochs) = (
-            reader.frozen(manifest.frozen, static=False),
-            reader.record(manifest.record, len(newest)),
-        )
+        frozen = reader.frozen(manifest.frozen, static=False)
+        record, epochs = reader.record(manifest.record, len(newest))
         require_one_run(frozen, manifest, objects.name)
         heads = [reader.head(each.held, f"version {each.version}") for each in newest]
     place = objects.name
     with translated(MALFORMED, DamagedObjectError, f"the record of {place} has invalid values", advice(place)):
         updates = [Update.from_dict(head.described["update"]) for head in heads]  # each knows its version and digest
+        contributors = tuple(each.contributors for each in updates)
         saved = SavedRun(
-            frozen.run, frozen.method, frozen.layout, tuple(updates), tuple(each.contributors for each in updates),
-            frozen.static, frozen.source, frozen.step, frozen.tokens, frozen.run_id, epochs, record,
-        )  # fmt: skip
-        state = RunState[Update, Any](frozen.run, frozen.method, Deadlines(), None, Budget())
+            **vars(frozen), fragments=tuple(updates), contributors=contributors, epochs=epochs, record=record
+        )
+        state = RunState[Update, Any](frozen.run, frozen.method)
         state.restore(saved, 0.0)
         last = max(zip(newest, updates, strict=True), key=lambda it: order_of(it[0].held))[1]
         state.model.newest = last if last.version else None

@@ -301,8 +301,8 @@ class Publisher:
             self.standing = "waiting"
             return [Stand("waiting", "another syncer was faster"), *self.read(now, found, token)]
         self.standing, self.manifest = "fenced", found
-        by = "nobody" if found is None else f"the syncer at {found.address or 'another address'} in epoch {found.epoch}"
-        return [Stand("fenced", f"the run is served by {by}")]
+        at = None if found is None else f"at {found.address or 'another address'} in epoch {found.epoch}"
+        return [Stand("fenced", f"the run is served by {f'the syncer {at}' if at else 'no syncer'}")]
 
     # --- time ---------------------------------------------------------------------------------------------------------
 

@@ -439,14 +439,6 @@ class SyncerCore:
         decision, paused = self.rounds.decision(now, fragment), self.steering.paused
         return decision if decision is None or paused is None else Decision(None, None, paused)
 
-    def pending_tokens(self, learner: str, fragment: int) -> int:
-        """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
-        return self.accounting.accounts[learner].ledgers[fragment].pending
-
-    def ended(self, step: int) -> set[str]:
-        """Learners that finished or left at this inner step or later: they contribute to no round of that step."""
-        return self.accounting.ended(step)
-
     @property
     def drained(self) -> Sequence[str]:
         """The newest members, if the pool has no place for them, and those that an operator has drained."""

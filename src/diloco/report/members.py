@@ -21,8 +21,7 @@ class LearnerSummary:
         joined, evicted: number of times.
         incarnation: the last one that joined.
         recent: for each of the newest merges since it first joined, whether it contributed.
-        settled: bytes (sent, received) on its connections, counted by earlier syncer processes.
-        traffic: counts of the current syncer process; `rates`: bytes per second since the previous counts.
+        num_bytes: sent and received on its connections; `rates`: per second, since the previous counts.
     """
 
     name: str
@@ -36,8 +35,7 @@ class LearnerSummary:
     reason: str = ""
     progress: LearnerProgress | None = None
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_MERGES))
-    settled: tuple[int, int] = (0, 0)
-    traffic: Traffic | None = None
+    num_bytes: tuple[int, int] = (0, 0)
     rates: tuple[float, float] = (0.0, 0.0)
 
     def join(self, t: float, incarnation: int) -> None:
@@ -54,23 +52,12 @@ class LearnerSummary:
         """Whether it is a member that is not lost."""
         return self.state not in ("gone", "lost")
 
-    def count(self, traffic: Traffic) -> None:
-        """Set the byte counts of the current syncer process."""
-        if self.traffic is not None and traffic.t > self.traffic.t:
-            passed_s = traffic.t - self.traffic.t
-            before, now = _ways(self.traffic), _ways(traffic)
-            self.rates = (max(0.0, (now[0] - before[0]) / passed_s), max(0.0, (now[1] - before[1]) / passed_s))
-        self.traffic = traffic
-
-    def settle(self) -> None:
-        """Add the counts of the current syncer process to the settled ones, since it has ended."""
-        self.settled, self.traffic, self.rates = self.num_bytes, None, (0.0, 0.0)
-
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes sent and received."""
-        sent, received = (0, 0) if self.traffic is None else _ways(self.traffic)
-        return self.settled[0] + sent, self.settled[1] + received
+    def count(self, before: Traffic | None, now: Traffic, num_bytes: tuple[int, int]) -> None:
+        """Set the byte counts; `before` and `now` are those of the current syncer process."""
+        self.rates, self.num_bytes = (0.0, 0.0), num_bytes
+        if before is not None and now.t > before.t:
+            passed_s, earlier, later = now.t - before.t, before.ways, now.ways
+            self.rates = max(0.0, (later[0] - earlier[0]) / passed_s), max(0.0, (later[1] - earlier[1]) / passed_s)
 
     def to_dict(self, versions: Mapping[int, int], now: float, seen_at: float) -> dict[str, Any]:
         """Plain values for the page; `versions`: the newest of each fragment; `seen_at`: Unix time of `progress`."""
@@ -89,8 +76,3 @@ class LearnerSummary:
             "sent_bytes": self.num_bytes[0], "received_bytes": self.num_bytes[1],
             "sent_bytes_per_s": self.rates[0], "received_bytes_per_s": self.rates[1],
         }  # fmt: skip
-
-
-def _ways(traffic: Traffic) -> tuple[int, int]:
-    """Bytes sent and received by the learner; the syncer's counts have the opposite direction."""
-    return sum(traffic.received_bytes.values()), sum(traffic.sent_bytes.values())

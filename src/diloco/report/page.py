@@ -72,7 +72,7 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
         "tokens": max(timeline.tokens, trained, ended.tokens if ended is not None else 0),
         "loss": max(losses)[1] if losses else None,
         "merges": len(timeline.merges),
-        "num_bytes": sum(timeline.traffic.values()),
+        "num_bytes": sum(timeline.traffic.ways()),
         "syncer_restarts": timeline.num_restarts,
         "missing_events": timeline.missing,
         "learners": learners,
@@ -88,7 +88,7 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
         "step": timeline.newest_step(name),
         "merges": sum(name in merge.contributors for merge in timeline.merges),
         "waited_s": sum(event.seconds for event in timeline.waits.get(name, [])) if name in timeline.steps else None,
-        "num_bytes": sum(timeline.traffic_of(name).values()),
+        "num_bytes": sum(timeline.traffic.ways(name)),
     }
 
 

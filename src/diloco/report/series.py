@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 MAX_POINTS = 1000
@@ -15,12 +14,11 @@ class Numbers:
     """Ascending numbers of points and items, by which a reader asks for new ones."""
 
     def __init__(self) -> None:
-        self._count = count(1)
         self.newest = 0
 
     def next(self) -> int:
         """The next number."""
-        self.newest = next(self._count)
+        self.newest += 1
         return self.newest
 
 

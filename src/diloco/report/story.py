@@ -34,7 +34,7 @@ class Story:
         self._ordered: str | None = None  # of `ORDERED`
         self._started_at: float | None = None
         self._newest_t = 0.0
-        self._starts: Counter[str] = Counter()  # of syncer processes, by event log
+        self._traffic = ev.TrafficTotals()
         self._members: dict[str, LearnerSummary] = {}
         self._versions: dict[int, int] = {}
         self._fragments: dict[int, dict[str, Any]] = {}
@@ -89,9 +89,9 @@ class Story:
                 pass
 
     def _take_syncers(self, event: ev.Event, log: str) -> None:
+        counted = self._traffic.take(event, log)
         match event:
             case ev.SyncerStarted():
-                self._starts[log] += 1
                 self._start(event)
             case ev.Initialised():
                 self._head |= {"num_parameters": event.num_parameters, "state": "training", "began_at": event.tokens}
@@ -112,7 +112,7 @@ class Story:
             case ev.Reported(loss=float(loss)):
                 self._evaluate(event.by, event.tokens, loss)
             case ev.Traffic(learner=str(learner)) if learner in self._members:
-                self._members[learner].count(event)
+                self._members[learner].count(counted, event, self._traffic.ways(learner))
             case ev.Progress():
                 self._progress(event)
             case ev.Finished():
@@ -130,7 +130,7 @@ class Story:
             self._head["state"] = "training" if event.versions else "waiting for a model"
         self._versions |= dict(enumerate(event.versions))
         for member in self._members.values():
-            member.settle()
+            member.rates = (0.0, 0.0)
 
     def _merge(self, event: ev.Merged) -> None:
         self._head["state"] = "training"  # also where a standby's log begins without a model
@@ -284,7 +284,7 @@ class Story:
         ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None
         return {
             **self._head, "state": state, "live": num_live, "started_at": self._started_at,
-            "ended_at": self._newest_t, "restarts": self._starts.total() - len(self._starts),
+            "ended_at": self._newest_t, "restarts": self._traffic.starts.total() - len(self._traffic.starts),
             "tokens": max(self._tokens, tokens or 0),
             "tokens_per_s": speed if runs else None, "loss": loss, "loss_at": tokens,
             "eta_s": left / speed if runs and left is not None and speed else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from diloco import events as ev
 from diloco.event_log import EventTail
 
 Span = tuple[float, float | None]
-Counts = dict[str, int]
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Timeline:
     missing: int = 0
     as_of: float | None = None
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _traffic: dict[tuple[str, int, str], ev.Traffic] = field(default_factory=dict)  # by log, start, learner
+    traffic: ev.TrafficTotals = field(default_factory=ev.TrafficTotals)
 
     def includes(self, event: ev.Event) -> bool:
         """Whether an event belongs to the run at `as_of`: those of controls and admins' orders do at any time."""
@@ -80,6 +78,7 @@ class Timeline:
     def _take_syncers(self, event: ev.Event, log: str) -> None:
         if not isinstance(event, ev.Steered):  # which may be later than `as_of`
             self.ended_at = max(self.ended_at, event.t)
+        self.traffic.take(event, log)
         match event:
             case ev.SyncerStarted():
                 self.run, self.method = event.run, event.method
@@ -103,9 +102,6 @@ class Timeline:
                 self.merges.append(event)
             case ev.Progress():
                 self.tokens = max(self.tokens, event.tokens)
-            case ev.Traffic():
-                num_starts = sum(log == each for _, each in self.syncer_starts)
-                self._traffic[log, num_starts, event.learner] = event
             case _:
                 pass
 
@@ -114,20 +110,6 @@ class Timeline:
         spans = self.presence.get(learner, [])
         if spans and spans[-1][1] is None:
             spans[-1] = (spans[-1][0], at)
-
-    def traffic_of(self, *learners: str) -> Counts:
-        """Bytes by kind on the connections of these learners, both directions, all syncer processes."""
-        totals = Counter[str]()
-        for (_, _, learner), newest in self._traffic.items():
-            if learner in learners:
-                totals.update(newest.sent_bytes)
-                totals.update(newest.received_bytes)
-        return dict(totals)
-
-    @property
-    def traffic(self) -> Counts:
-        """Bytes by kind, over all learners."""
-        return self.traffic_of(*{learner for _, _, learner in self._traffic})
 
     @property
     def serving(self) -> str:
@@ -152,10 +134,6 @@ class Timeline:
     def is_merging(self, learner: str) -> bool:
         """Whether the learner contributed to the newest merge."""
         return bool(self.merges) and learner in self.merges[-1].contributors
-
-    def live_learners(self) -> list[str]:
-        """Learners that joined and neither left nor were evicted."""
-        return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
 
     def num_live(self, at: float) -> int:
         """Number of members at a time."""

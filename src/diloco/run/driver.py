@@ -101,7 +101,7 @@ class Driver(Generic[H, S, P]):
     ) -> None:  # fmt: skip
         self._recorder = ports.recorder
         self.boot = boot
-        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool, budget or Budget())
+        self.state: RunState[H, P] = RunState(run, method, deadlines, pool, budget)
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
         self._epoch = epoch

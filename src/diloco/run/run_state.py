@@ -40,9 +40,12 @@ class RunState(Generic[H, P]):
         epochs: the starts on this run's state.
     """
 
-    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None, budget: Budget) -> None:
+    def __init__(
+        self, run: str, method: RunMethod, deadlines: Deadlines | None = None, pool: Pool | None = None,
+        budget: Budget | None = None,
+    ) -> None:  # fmt: skip
         self.run = run
-        self.method, self.budget = method, budget
+        self.method, self.budget = method, budget or Budget()
         self.initial_tokens = 0
         self.run_id = self.cut = ""
         self.experts = ExpertStatus(())

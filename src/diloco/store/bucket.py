@@ -45,13 +45,14 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class Bucket:
-    """The `Objects` of a URL: "s3://bucket/run", "gs://bucket/run", "https://account.r2.cloudflarestorage.com/bucket/run",
+    """The `Objects` of a URL: "s3://bucket/run", "gs://bucket/run",
+    "https://account.r2.cloudflarestorage.com/bucket/run" or
     "https://account.blob.core.windows.net/container/run". An endpoint and a region may follow:
     "s3://bucket/run?endpoint=https://minio.example.org&region=eu"; they come before environment variables.
 
     Raises:
         ConfigError: obstore is not installed, or the URL is not of a bucket.
-    """  # fmt: skip
+    """
 
     shortest_swap_s = 1.0
     """Google and R2 accept one write of a name a second."""
@@ -66,28 +67,23 @@ class Bucket:
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """As `Objects.put`. The parts of a broken upload are removed by the bucket's lifecycle rules only."""
-        import obstore
-
         views = [memoryview(part).cast("B") for part in parts]
         with self._mapped("write", name):
             if sum(view.nbytes for view in views) <= PART_BYTES:
-                obstore.put(self._objects, _path(name), b"".join(views), use_multipart=False)
+                self._objects.put(_path(name), b"".join(views), use_multipart=False)
             else:
-                obstore.put(
-                    self._objects, _path(name), iter(views), chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
-                )
+                self._objects.put(_path(name), iter(views), chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
         """As `Objects.get`; fewer bytes where the object ends before `stop`."""
-        import obstore
         from obstore.exceptions import BaseError
 
         with self._mapped("read", name):
             try:
                 if stop is not None:
-                    return memoryview(obstore.get_range(self._objects, _path(name), start=start, end=stop))
+                    return memoryview(self._objects.get_range(_path(name), start=start, end=stop))
                 options: Any = {"range": {"offset": start}} if start else None
-                return memoryview(obstore.get(self._objects, _path(name), options=options).bytes())
+                return memoryview(self._objects.get(_path(name), options=options).bytes())
             except BaseError as error:
                 if _reason(error).startswith("416"):  # the object ends before `start`
                     return memoryview(b"")
@@ -102,16 +98,14 @@ class Bucket:
         self._delete([_path(name) for name in names])
 
     def _delete(self, paths: Sequence[str]) -> None:
-        import obstore
-
         with self._mapped("delete", "objects"):
             try:
                 if paths:
-                    obstore.delete(self._small, list(paths))
+                    self._small.delete(list(paths))
             except FileNotFoundError:  # Google and Azure stop at one that is missing
                 for path in paths:
                     with suppress(FileNotFoundError):
-                        obstore.delete(self._small, path)
+                        self._small.delete(path)
 
     def sign(self, name: str, expires_s: float) -> str:
         """A URL from which anyone can read an object for so long.
@@ -128,11 +122,9 @@ class Bucket:
 
     def manifest(self) -> Found | None:
         """As `Objects.manifest`."""
-        import obstore
-
         try:
             with self._mapped("read", MANIFEST):
-                found = obstore.get(self._small, MANIFEST)
+                found = self._small.get(MANIFEST)
                 is_small = found.meta["size"] <= MOST_BYTES  # what is larger is damaged, and not read
                 return Found(bytes(found.bytes()) if is_small else b"", _token(found.meta))
         except MissingObjectError:
@@ -143,13 +135,12 @@ class Bucket:
         return self._swap(MANIFEST, data, token)
 
     def _swap(self, path: str, data: bytes, token: str | None) -> str:
-        import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         with self._mapped("write", path):
             try:
                 mode: Any = "create" if token is None else json.loads(token)
-                return _token(obstore.put(self._small, path, data, mode=mode, use_multipart=False))
+                return _token(self._small.put(path, data, mode=mode, use_multipart=False))
             except PreconditionError as error:
                 raise SwapRefusedError(f"{self.name} has another {path} by now.") from error
             except AlreadyExistsError as error:
@@ -159,10 +150,8 @@ class Bucket:
                 raise
 
     def _has(self, path: str) -> bool:
-        import obstore
-
         with suppress(FileNotFoundError):
-            obstore.head(self._small, path)
+            self._small.head(path)
             return True
         return False
 
@@ -205,10 +194,8 @@ class Bucket:
         return True
 
     def _paths(self, prefix: str) -> Sequence[str]:
-        import obstore
-
         with self._mapped("list", "objects"):
-            return [each["path"] for batch in obstore.list(self._objects, prefix=prefix) for each in batch]
+            return [each["path"] for batch in self._objects.list(prefix=prefix) for each in batch]
 
     @contextmanager
     def _mapped(self, verb: str, what: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 A copy is one manifest with all objects that it names, each verified on the way. Objects keep their names, and those
 that the target has whole, by its own manifest, are not sent again. The target begins a later epoch than any that
-learners may have seen, without members: whoever opens it serves the run, and all learners join it again.
+learners may have seen, without members: a syncer that opens it serves the run, and all learners join it again.
 """
 
 from __future__ import annotations

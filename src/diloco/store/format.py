@@ -40,6 +40,11 @@ class TensorFormat:
         """Drop what was read."""
         self._kept.clear()
 
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether all that `read` returns is kept."""
+        newest = {versions[0].held for versions in manifest.fragments}
+        return {manifest.frozen, manifest.record, *newest} <= self._kept.keys()
+
     def version(self, run_id: str, held: GlobalFragment, update: Update, tokens: int) -> Blob:
         """As `ObjectFormat.version`."""
         tensors = {"theta": held.theta, **{OUTER + name: value for name, value in held.outer_state.items()}}
@@ -75,18 +80,16 @@ class TensorFormat:
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
             frozen = self._read(manifest.frozen, reader.frozen)
             require_one_run(frozen, manifest, objects.name)
-            record, epochs = reader.record(manifest.record, len(manifest.fragments))
+            record, epochs = self._read(manifest.record, lambda name: reader.record(name, len(manifest.fragments)))
             named = [versions[0] for versions in manifest.fragments]
 
             def version(index: int) -> tuple[GlobalFragment, Update]:
                 return self._read(named[index].held, lambda _: reader.version(named[index], index, frozen))
 
             versions = list(readers.map(version, range(len(named))))
-        return SavedRun(
-            frozen.run, frozen.method, frozen.layout, tuple(held for held, _ in versions),
-            tuple(update.contributors for _, update in versions), frozen.static, frozen.source, frozen.step,
-            frozen.tokens, frozen.run_id, epochs, record,
-        )  # fmt: skip
+        contributors = tuple(update.contributors for _, update in versions)
+        fragments = tuple(held for held, _ in versions)
+        return SavedRun(**vars(frozen), fragments=fragments, contributors=contributors, epochs=epochs, record=record)
 
     def _read(self, name: str, read: Callable[[str], T]) -> T:
         found: T | None = self._kept.get(name)

@@ -133,7 +133,6 @@ class HostedDriver:
         self._failure: BaseException | None = None
         self.refusal: DilocoError | None = None
         self._is_loading = False
-        self._held: tuple[Manifest, Saved] | None = None  # loaded before the run is this process's
         self._driver: SyncerDriver | None = None
         self.jobs = TensorJobs(method, in_place=True)
         self._threads = JobThreads(self._event, self._failed)
@@ -177,7 +176,6 @@ class HostedDriver:
                     self.run, self.method, self._deadlines, self._pool, self._budget
                 )
                 state.restore(saved, 0.0)
-            self._held = manifest, saved
 
     def promote(self) -> tuple[int, tuple[int, ...]]:
         """Claim the run at once, by an operator's decision; returns the epoch and the newest versions.
@@ -214,9 +212,9 @@ class HostedDriver:
         """As `StoreHost`."""
         if not self._sharing.holds or self._is_loading or manifest is None or not manifest.run_id:
             return
-        if self._publisher.standing == "waiting" and (self._held is None or self._held[0].names != manifest.names):
+        if self._publisher.standing == "waiting" and not self._format.holds(manifest):
             self._is_loading = True
-            self._threads.submit("check", None, partial(self._load, manifest, False), partial(self._hold, manifest))
+            self._threads.submit("check", None, partial(self._load, manifest, False), self._looked)
 
     def refused(self, error: DilocoError) -> None:
         """As `StoreHost`."""
@@ -234,8 +232,6 @@ class HostedDriver:
             self._claimed(manifest)
         if not manifest.run_id:
             return None
-        if self._held is not None and self._held[0].names == manifest.names:
-            return self._held[1]
         while True:
             try:
                 return self._format.read(self._objects, manifest)
@@ -246,16 +242,13 @@ class HostedDriver:
                 log.warning("the run cannot be loaded yet: %s", error)
                 time.sleep(RETRY_S)
 
-    def _hold(self, manifest: Manifest, found: Saved | DilocoError | None) -> None:
+    def _looked(self, _: Saved | DilocoError | None) -> None:
         self._is_loading = False
         if self._publisher.standing != "waiting":  # this process serves the run, or is about to load it
             self._format.forget()
-        elif isinstance(found, SavedRun):
-            self._held = manifest, found
 
     def _begin(self, manifest: Manifest, saved: Saved | DilocoError | None) -> None:
         """The run was loaded: serve it."""
-        self._held = None
         self._format.forget()
         if isinstance(saved, DilocoError):
             self.refused(saved)
@@ -338,7 +331,7 @@ class HostedDriver:
             return {
                 "standing": self._publisher.standing, "is_shared": self._is_shared, "epoch": manifest.epoch,
                 "serial": manifest.serial, "address": manifest.address, "versions": list(manifest.versions),
-                "is_refusing": self.store.is_refusing, "holds": self._held is not None,
+                "is_refusing": self.store.is_refusing, "holds": self._format.holds(manifest),
             }  # fmt: skip
 
     def until_ended(self) -> None:
@@ -375,8 +368,8 @@ class HostedDriver:
             return answer
 
     def wait_for(
-        self, event: Callable[[SyncerDriver, Callable[[T], None]], None], context: grpc.ServicerContext | None = None,
-    ) -> T:  # fmt: skip
+        self, event: Callable[[SyncerDriver, Callable[[Any], None]], None], context: grpc.ServicerContext | None = None,
+    ) -> Any:  # fmt: skip
         """Execute an event that is answered later, by a call of its second argument; waits for the answer.
 
         Raises:

@@ -45,15 +45,10 @@ class SyncerMetrics(Collector):
             "merge_contributors", "Contributors of the newest merge of a fragment.", "fragment"
         )
         self.version = self._gauge("fragment_version", "Newest published version of a fragment.", "fragment")
-        self.staleness = Histogram(
-            "diloco_contribution_staleness_versions",
-            "Versions between the one a contribution was measured from and the one it is merged into.",
-            ["learner"],
-            buckets=VERSIONS_BEHIND,
-            registry=self.registry,
-        )
-        self._merge_seconds = self._seconds("merge_seconds", "Merge, outer step and encoding of one fragment.")
-        self.persist_seconds = self._seconds("persist_seconds", "Making one version durable.")
+        behind = "Versions between the one a contribution was measured from and the one it is merged into."
+        self.staleness = self._histogram("contribution_staleness_versions", behind, "learner", buckets=VERSIONS_BEHIND)
+        self._merge_seconds = self._histogram("merge_seconds", "Merge, outer step and encoding of one fragment.")
+        self.persist_seconds = self._histogram("persist_seconds", "Making one version durable.")
         self.rejected = self._counter(
             "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
         )
@@ -90,8 +85,8 @@ class SyncerMetrics(Collector):
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"diloco_{name}", text, labels, registry=self.registry)
 
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(f"diloco_{name}", text, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(f"diloco_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     # events
 

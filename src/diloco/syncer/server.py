@@ -49,6 +49,7 @@ from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.threads import Ticker
 from diloco.syncer.wire_bytes import WireBytes
+from diloco.watching import only_watching
 from diloco.whole_files import write_whole
 
 log = logging.getLogger("diloco.syncer")
@@ -234,10 +235,9 @@ class Syncer:
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
+            page_url=self._page_url, take_over=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
 
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
-            signed=signed,
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
@@ -249,7 +249,7 @@ class Syncer:
                 steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
-        self._checks, self._reports = Ticker(self._check), Ticker(self._report)
+        self._checks, self._reports = Ticker(self._check), Ticker(only_watching(self)._report)
         self._checks.start()
         self._server.start()
         self._reports.start()

@@ -41,17 +41,11 @@ def learner_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if not metrics:
         return {}
-    num_bytes = metrics["num_bytes"]
-    values = {
-        "exchange/run_tokens": metrics["run_tokens"],
-        "exchange/updates": metrics["updates"],
-        "exchange/merges": metrics["merges"],
-        "exchange/step_s": metrics["step_s"],
-        "exchange/blocked_s": metrics["blocked_s"],
+    names, num_bytes = ("run_tokens", "updates", "merges", "step_s", "blocked_s", "resumed_bytes"), metrics["num_bytes"]
+    values = {f"exchange/{name}": metrics[name] for name in names} | {
         "exchange/blocked_steps": metrics["num_blocked"],
         "exchange/sent_bytes": num_bytes.get("contributions", 0),
         "exchange/received_bytes": num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-        "exchange/resumed_bytes": metrics["resumed_bytes"],
     }
     tokens: Counter[str] = Counter()
     for fragment in metrics["ledger"]:
@@ -94,16 +88,16 @@ class SyncerValues:
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
         self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
         self._before: tuple[float, int] | None = None  # Unix time and tokens of the last `progress` of this process
-        self._process = 0  # of the syncer; every process counts bytes from 0
-        self._bytes: dict[tuple[int, str], Counter[str]] = {}  # by process and learner, and by direction
+        self._traffic = ev.TrafficTotals()
 
     def take(self, event: ev.Event) -> Point | None:
         """Process the next event. Returns its point, or None."""
         if (name := COUNTED.get(event.kind)) is not None:
             self._counts[name] += event.times if isinstance(event, ev.Refused) else 1
+        self._traffic.take(event)
         match event:
             case ev.SyncerStarted():
-                self._process, self._before = self._process + 1, None
+                self._before = None
                 self._live.clear()
             case ev.Initialised():
                 self._step = event.step
@@ -115,9 +109,6 @@ class SyncerValues:
                 expected = {*event.members, *event.contributors} | self._live
                 share = len(event.contributors) / max(1, len(expected))
                 self._merges.append((len(event.contributors), share, event.merge_s))
-            case ev.Traffic():
-                received, sent = sum(event.received_bytes.values()), sum(event.sent_bytes.values())
-                self._bytes[self._process, event.learner] = Counter(received=received, sent=sent)
             case ev.Reported():
                 return Point(self._step, event.t, _evaluation(event.tokens, event.loss, event.scores))
             case ev.Progress():
@@ -148,19 +139,17 @@ class SyncerValues:
         return Point(event.step, event.t, values)
 
     def _totals(self, tokens: int) -> dict[str, float]:
-        num_bytes = sum(self._bytes.values(), Counter())
-        totals = {"run/tokens": tokens, **self._counts}
-        if num_bytes:
-            totals |= {f"run/{way}_bytes": num_bytes[way] for way in ("received", "sent")}
+        totals, (received, sent) = {"run/tokens": tokens, **self._counts}, self._traffic.ways()
+        if received or sent:
+            totals |= {"run/received_bytes": received, "run/sent_bytes": sent}
         return {name: float(number) for name, number in totals.items()}
 
     def _learner(self, name: str, it: ev.LearnerProgress) -> dict[str, float]:
+        received, sent = self._traffic.ways(name)
         known: dict[str, float | None] = {
             "step": it.step, "tokens": it.tokens, "step_s": it.step_s, "silent_s": it.silent_s,
-            "training_loss": it.training_loss,
+            "training_loss": it.training_loss, "received_bytes": received or None, "sent_bytes": sent or None,
         }  # fmt: skip
-        total = sum((counted for (_, learner), counted in self._bytes.items() if learner == name), Counter())
-        known |= {f"{way}_bytes": number for way, number in total.items()}
         return {f"learner/{name}/{key}": float(value) for key, value in known.items() if value is not None}
 
 

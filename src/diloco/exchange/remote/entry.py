@@ -15,10 +15,10 @@ from diloco.core.fragments import Layout
 from diloco.errors import AuthError, DilocoError, NoRoomError, StandbyError, UnreachableError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote.messages import request_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.exchange.wire.tensors import bytes_of
-from diloco.exchange.wire.values import message_of
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import Initialises
@@ -108,8 +108,8 @@ class Entry:
         assert model is not None
         static = memoryview(save(dict(model.static)))
         sizes = [*(4 * fragment.numel for fragment in self._layout.fragments), len(static)]
-        header = message_of(
-            pb.InitialiseHeader, call.claim, self._initial, run=self._run, layout=json.dumps(self._layout.to_dict()),
+        header = request_of(
+            pb.InitialiseHeader, self._run, call.claim, self._initial, layout=json.dumps(self._layout.to_dict()),
             part_bytes=sizes, resumes=self._has_uploaded,
         )  # fmt: skip
         self._has_uploaded = True
@@ -125,8 +125,8 @@ class Entry:
     def join(self, call: requests.Join) -> pb.JoinReply:
         """Join as a new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
         claim, self._model = call.claim, None  # the run has been initialised
-        request = message_of(
-            pb.JoinRequest, claim, run=self._run, layout=json.dumps(self._layout.to_dict()), after=claim.incarnation,
+        request = request_of(
+            pb.JoinRequest, self._run, claim, layout=json.dumps(self._layout.to_dict()), after=claim.incarnation,
             overlap=self._overlap, tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         return self._dialler.current.call("joins", "Join", request, pb.JoinReply)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import ConfigError, LayoutError, PayloadError, translated
+from diloco.errors import ConfigError, PayloadError, translated
 from diloco.escaping import MALFORMED, MAX_REASON, printable, read_json
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import OTHER_VERSION
-from diloco.exchange.wire.values import message_of, value_of
+from diloco.exchange.wire.values import M, message_of, value_of
 from diloco.protocol.contribution import Budget, Standing, Verdict
-from diloco.protocol.leases import Grant
-from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim
 from diloco.protocol.session import requests
+
+
+def request_of(kind: type[M], run: str, claim: Claim, /, *values: object, **more: object) -> M:
+    """A request of a learner, with the fields of its claim and of these values."""
+    known = replace(claim, versions=tuple(max(version, 0) for version in claim.versions))
+    return message_of(kind, known, *values, run=run, **more)
 
 
 def push_header(run: str, push: requests.Push) -> pb.PushHeader:
@@ -30,36 +34,17 @@ def push_header(run: str, push: requests.Push) -> pb.PushHeader:
 def pull_request(run: str, fetch: requests.Fetch) -> pb.PullRequest:
     """The request for a part of the model."""
     static = True if fetch.fragment is None else None
-    return message_of(pb.PullRequest, fetch.claim, fetch, run=run, versions=_versions(fetch.claim), static=static)
-
-
-def heartbeat_request(run: str, beat: requests.Beat) -> pb.HeartbeatRequest:
-    """The request of a heartbeat."""
-    return message_of(pb.HeartbeatRequest, beat.claim, beat.report, run=run, versions=_versions(beat.claim))
-
-
-def _versions(claim: Claim) -> list[int]:
-    return [max(version, 0) for version in claim.versions]
+    return request_of(pb.PullRequest, run, fetch.claim, fetch, static=static)
 
 
 def lease_request(run: str, lease: requests.Lease) -> pb.LeaseRequest:
     """The request for units of data."""
     ask, data = lease.ask, lease.ask.data
     claim = [pb.UnitSet(ranges=[pb.Units(first=first, stop=stop) for first, stop in units]) for units in ask.claim]
-    return message_of(
-        pb.LeaseRequest, lease.claim, ask, run=run, claim=claim, data_units=data.num_units, data_passes=data.passes,
+    return request_of(
+        pb.LeaseRequest, run, lease.claim, ask, claim=claim, data_units=data.num_units, data_passes=data.passes,
         data_digest=data.digest, unit_tokens=data.unit_tokens,
     )  # fmt: skip
-
-
-def grant_of(number: int, reply: pb.LeaseReply) -> Grant:
-    """The grant for the request with this number."""
-    return value_of(Grant, reply, number=number)
-
-
-def watch_request(run: str, watch: requests.Watch) -> pb.WatchRequest:
-    """The request for a stream of notices."""
-    return message_of(pb.WatchRequest, watch.claim, run=run, versions=_versions(watch.claim))
 
 
 def method_of(description: pb.DescribeReply) -> Method:
@@ -67,23 +52,6 @@ def method_of(description: pb.DescribeReply) -> Method:
     values = read_json(description.method, "the method of the run", PayloadError, OTHER_VERSION)
     with translated((ConfigError, *MALFORMED), PayloadError, "the method of the run cannot be read", OTHER_VERSION):
         return Method.from_dict(values)
-
-
-def layout_of(description: pb.DescribeReply) -> Layout:
-    """The layout of the run's model. Raises PayloadError: the description has no valid layout."""
-    values = read_json(description.layout, "the layout of the run", PayloadError, OTHER_VERSION)
-    with translated((LayoutError, *MALFORMED), PayloadError, "the layout of the run cannot be read", OTHER_VERSION):
-        return Layout.from_dict(values)
-
-
-def lineage_of(message: pb.Lineage) -> Lineage:
-    """The lineage that a syncer serves."""
-    return value_of(Lineage, message)
-
-
-def leave_request(run: str, leave: requests.Leave) -> pb.LeaveRequest:
-    """The request to leave the run."""
-    return message_of(pb.LeaveRequest, leave.claim, leave.report, run=run)
 
 
 def standing_of(message: pb.Standing) -> Standing:

@@ -22,6 +22,7 @@ from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.values import value_of
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
@@ -182,14 +183,14 @@ class Session:
         match call:
             case requests.Describe():
                 description = self._ask(call, "Describe", pb.DescribeRequest(run=core.run), pb.DescribeReply)
-                lineage = messages.lineage_of(description.lineage)
+                lineage = value_of(Lineage, description.lineage)
                 return partial(core.described, describe=call, lineage=lineage, initialised=description.initialised)
             case requests.Initialise():
                 self._entry.initialise(call)
                 return core.initialised
             case requests.Join():
                 joined = self._entry.join(call)
-                lineage = messages.lineage_of(joined.lineage)
+                lineage = value_of(Lineage, joined.lineage)
                 return partial(core.joined, join=call, lineage=lineage, incarnation=joined.incarnation)
             case requests.Fetch():
                 return partial(self._fetched, fetch=call, fetched=self.receiver.fetch(call))
@@ -197,19 +198,21 @@ class Session:
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
             case requests.Beat():
-                beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(core.run, call), pb.HeartbeatReply)
-                lineage, standing = messages.lineage_of(beaten.lineage), messages.standing_of(beaten.standing)
+                request = messages.request_of(pb.HeartbeatRequest, core.run, call.claim, call.report)
+                beaten = self._ask(call, "Heartbeat", request, pb.HeartbeatReply)
+                lineage, standing = value_of(Lineage, beaten.lineage), messages.standing_of(beaten.standing)
                 return partial(
                     core.beaten, beat=call, lineage=lineage, standing=standing, is_suspended=beaten.is_suspended
                 )
             case requests.Lease():
                 leased = self._ask(call, "Lease", messages.lease_request(core.run, call), pb.LeaseReply)
-                return partial(core.leased, lease=call, grant=messages.grant_of(call.ask.number, leased))
+                return partial(core.leased, lease=call, grant=value_of(Grant, leased, number=call.ask.number))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
             case requests.Leave():
-                self._ask(call, "Leave", messages.leave_request(core.run, call), pb.LeaveReply)
+                goodbye = messages.request_of(pb.LeaveRequest, core.run, call.claim, call.report)
+                self._ask(call, "Leave", goodbye, pb.LeaveReply)
                 return core.left
 
     def _ask(self, call: UnaryCall, method: str, request: Message, kind: type[R]) -> R:
@@ -228,11 +231,11 @@ class Session:
         """Receive the notices of a stream until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
         connection, channel = self._dialler.control(watch.connection), _control(watch.connection)
-        for notice in connection.watch(channel, messages.watch_request(core.run, watch)):
+        for notice in connection.watch(channel, messages.request_of(pb.WatchRequest, core.run, watch.claim)):
             match notice.WhichOneof("what"):
                 case "welcome":
                     welcome = notice.welcome
-                    lineage, standing = messages.lineage_of(welcome.lineage), messages.standing_of(welcome.standing)
+                    lineage, standing = value_of(Lineage, welcome.lineage), messages.standing_of(welcome.standing)
                     self.enter(partial(core.welcomed, watch=watch, lineage=lineage, standing=standing))
                 case "standing":
                     standing = messages.standing_of(notice.standing)

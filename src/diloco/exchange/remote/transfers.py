@@ -18,11 +18,12 @@ from diloco.core.shards import Segments
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, ExchangeError, VersionError
 from diloco.exchange.dialling import Dialler
-from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
+from diloco.exchange.remote.messages import pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download as Incoming
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.exchange.wire.tensors import bytes_of, tensor_of, tensors_of
+from diloco.exchange.wire.values import value_of
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
@@ -221,7 +222,7 @@ class Receiver:
     def _checked(self, request: pb.PullRequest, header: pb.PullHeader, buffer: memoryview) -> FetchResult:
         shards = self._shards
         is_shard = shards is not None and not request.static
-        lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
+        lineage, verdicts, update = value_of(Lineage, header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
             if header.url and hashlib.sha256(buffer).hexdigest() != header.digest:
                 raise CorruptPayloadError("the static tensors are not those of the run.")

@@ -18,20 +18,11 @@ Event = Callable[[], None]
 class Arrival(Protocol):
     """A transfer that has arrived: its number, as `Links.send` returned it, and when it began and ended."""
 
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def learner(self) -> int: ...
-
-    @property
-    def direction(self) -> Direction: ...
-
-    @property
-    def began_s(self) -> float: ...
-
-    @property
-    def ended_s(self) -> float: ...
+    number: int
+    learner: int
+    direction: Direction
+    began_s: float
+    ended_s: float
 
 
 class Links(Protocol):

@@ -15,7 +15,7 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import require_experts_trained
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
-from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
+from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
 from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
@@ -76,7 +76,7 @@ class VirtualRun:
         self._began_s = math.inf
         self._num_processes = 0
         self._trained: dict[int, Sequence[tuple[int, ...] | None]] = {}
-        self._syncer: VirtualSyncer | None = None
+        self.syncer: VirtualSyncer | None = None
         self._first = ""
 
     # --- the syncer ---------------------------------------------------------------------------------------------------
@@ -88,32 +88,32 @@ class VirtualRun:
             ConfigError: this learner has another method, or the pool is at times too small for a round.
             LayoutError: it has another model.
         """
-        if self._syncer is None:
+        if self.syncer is None:
             if self._pool is not None:
                 self._pool.require(method.quorum.at_least)
             self._first, self._layout, self.replicas = learner, layout, Replicas(method, layout)
-            self._syncer = VirtualSyncer(
+            self.syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool,
                 budget=self._budget,
             )  # fmt: skip
-        if difference := self._syncer.method.difference(method):
+        if difference := self.syncer.method.difference(method):
             raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
         if difference := self._layout.first_difference(layout):
             raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
-        return self._syncer
+        return self.syncer
 
     def declare(self, index: int, trained: Sequence[tuple[int, ...] | None]) -> None:
         """Record what a learner trains (`Exchange.trained`). Raises ConfigError if the last one leaves an expert that
         no learner trains."""
         self._trained[index] = trained
         if len(self._trained) == len(self.names):
-            assert self._syncer is not None
-            require_experts_trained(self._syncer.method, self._layout, list(self._trained.values()))
+            assert self.syncer is not None
+            require_experts_trained(self.syncer.method, self._layout, list(self._trained.values()))
 
     @property
     def driver(self) -> SimulatedDriver | None:
         """The driver of the run; None before the first learner joins. The run may have no model yet."""
-        return None if self._syncer is None else self._syncer.driver
+        return None if self.syncer is None else self.syncer.driver
 
     @property
     def has_model(self) -> bool:
@@ -153,9 +153,9 @@ class VirtualRun:
     def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[GlobalFragment]:
         """Restore a learner's accounts from its checkpoint (`Local.state_dict`), and, before any learner has
         trained, the model and the rounds of the run. Returns the run's fragments."""
-        assert self._syncer is not None
-        core, model = self._syncer.driver.core, self._syncer.driver.state.model
-        saved = self._syncer.store.load()
+        assert self.syncer is not None
+        core, model = self.syncer.driver.core, self.syncer.driver.state.model
+        saved = self.syncer.store.load()
         assert saved is not None
         record = rewound(core.saved().values, name, state["core"], with_run=not self.has_trained)
         fragments = tuple(
@@ -163,7 +163,7 @@ class VirtualRun:
             for f in range(len(model.versions))
         )
         contributors = tuple(model.contributors)
-        self._syncer.restart(replace(saved, fragments=fragments, contributors=contributors, record=record))
+        self.syncer.restart(replace(saved, fragments=fragments, contributors=contributors, record=record))
         return fragments
 
     def matches(self, state: Mapping[str, Any]) -> bool:
@@ -221,8 +221,8 @@ class RunWire:
         """As `Wire`."""
 
         def arrives() -> None:
-            assert self._run.driver is not None
-            arrive(OneSyncer(self._run.driver))
+            assert self._run.syncer is not None
+            arrive(self._run.syncer)
 
         self._run.delivery.send(self._index, "up", num_bytes, arrives)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -41,15 +41,6 @@ class SyncerProcess(Protocol):
         """The driver of the run. Raises StandbyError: this syncer does not serve the run."""
 
 
-@dataclass(frozen=True)
-class OneSyncer:
-    """The process of a syncer that always serves its run, from a store in memory."""
-
-    driver: SimulatedDriver
-    serves: bool = True
-    is_suspended: bool = False
-
-
 class InstantWorker:
     """Runs jobs in no time, each as an event of its own, as long as its driver serves the run."""
 
@@ -69,6 +60,8 @@ class VirtualSyncer:
         jobs: its tensor jobs.
         store: the durable state of the run.
     """
+
+    serves, is_suspended = True, False
 
     def __init__(
         self, run: str, method: Method, delivery: Delivery, *, observer: Observer, deadlines: Deadlines,

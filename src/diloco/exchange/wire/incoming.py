@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import MAX_UNACKNOWLEDGED, filling, read_header, room_for
+from diloco.exchange.wire.values import message_of
 
 ACKNOWLEDGE_AFTER_S = 0.01
 """A receiver acknowledges a chunk so long after its last acknowledgement, or once `MAX_UNACKNOWLEDGED` have arrived."""
@@ -56,15 +57,10 @@ class Download:
 
     def ask(self, request: pb.PullRequest) -> None:
         """Add the received bytes to the request."""
-        if self.header is not None and self.filled:
-            header = self.header
-            request.kept.CopyFrom(
-                pb.Kept(
-                    version=header.version, lossless=header.lossless, digest=header.digest,
-                    payload_bytes=header.num_bytes, num_bytes=self.filled,
-                    checksum=zlib.crc32(self.buffer[: self.filled]),
-                )
-            )  # fmt: skip
+        if (header := self.header) is not None and self.filled:
+            checksum = zlib.crc32(self.buffer[: self.filled])
+            kept = message_of(pb.Kept, header, payload_bytes=header.num_bytes, num_bytes=self.filled, checksum=checksum)
+            request.kept.CopyFrom(kept)
 
     def read(self, stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
         """Receive an answer; yields after each chunk.

@@ -39,30 +39,6 @@ def _checksum(parts: Iterable[memoryview], num_bytes: int) -> int | None:
     return checksum if num_bytes == 0 else None
 
 
-class Acknowledged(SendPace):
-    """Flow control of a stream whose sender reads acknowledgements (`Received`) when it has to wait.
-
-    Arguments:
-        replies: those of the receiver. After their end, the rest is sent without waiting.
-        start: bytes that the receiver has already.
-        queue_s: as `Window`'s.
-    """
-
-    def __init__(self, replies: Iterator[bytes], start: int, queue_s: float = QUEUE_S) -> None:
-        self._replies, self._window, self._has_replies = replies, Window(start, queue_s), True
-
-    def next_bytes(self) -> int:
-        while self._has_replies and not self._window.has_room:
-            if (reply := next(self._replies, None)) is None:
-                self._has_replies = False
-            else:
-                self._window.arrived(time.monotonic(), parse(pb.Received, reply).num_bytes)
-        return self._window.chunk_bytes
-
-    def sent(self, num_bytes: int) -> None:
-        self._window.sent(time.monotonic(), num_bytes)
-
-
 class LearnersFirst:
     """The order of downloads that share one link: those of learners, then those of followers. Any thread may call any
     method.
@@ -105,31 +81,36 @@ class LearnersFirst:
         return num_bytes
 
 
-class ToLearner(Acknowledged):
-    """Flow control of a learner's download. `link`: which it shares with followers."""
+class Acknowledged(SendPace):
+    """Flow control of a download, whose sender reads acknowledgements (`Received`) when it has to wait.
 
-    def __init__(self, replies: Iterator[bytes], start: int, link: LearnersFirst) -> None:
-        super().__init__(replies, start)
-        self._link = link
+    Arguments:
+        replies: those of the receiver. After their end, the rest is sent without waiting.
+        link: which learners and followers share.
+        start: bytes that the receiver has already.
+        is_follower: whether the receiver is a follower, which adds less delay, and waits for learners.
+    """
 
-    def sent(self, num_bytes: int) -> None:
-        super().sent(num_bytes)
-        self._link.sent(num_bytes)
-
-
-class ToFollower(Acknowledged):
-    """Flow control of a follower's download. `link`: which it shares with learners."""
-
-    def __init__(self, replies: Iterator[bytes], link: LearnersFirst) -> None:
-        super().__init__(replies, 0, SHORT_QUEUE_S)
-        self._link = link
+    def __init__(
+        self, replies: Iterator[bytes], link: LearnersFirst, start: int = 0, *, is_follower: bool = False
+    ) -> None:
+        self._replies, self._link, self._is_follower, self._has_replies = replies, link, is_follower, True
+        self._window = Window(start, SHORT_QUEUE_S if is_follower else QUEUE_S)
 
     def next_bytes(self) -> int:
-        return self._link.take(super().next_bytes(), WAIT_S)
+        while self._has_replies and not self._window.has_room:
+            if (reply := next(self._replies, None)) is None:
+                self._has_replies = False
+            else:
+                self._window.arrived(time.monotonic(), parse(pb.Received, reply).num_bytes)
+        num_bytes = self._window.chunk_bytes
+        return self._link.take(num_bytes, WAIT_S) if self._is_follower else num_bytes
 
     def sent(self, num_bytes: int) -> None:
-        if num_bytes:
-            super().sent(num_bytes)
+        if num_bytes:  # a follower that waits is sent nothing
+            self._window.sent(time.monotonic(), num_bytes)
+        if not self._is_follower:
+            self._link.sent(num_bytes)
 
 
 class OutgoingUpload(SendPace):

@@ -78,7 +78,8 @@ def _chunks(url: str, start: int, buffer: memoryview, filled: int) -> Iterator[i
     if not url.startswith(("https://", "http://")):
         raise ValueError("it is not a URL of HTTP")
     last = start + len(buffer) - 1
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start + filled}-{last}"})  # noqa: S310 - as checked
+    headers = {"Range": f"bytes={start + filled}-{last}"}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - as checked
     with urllib.request.urlopen(request, timeout=SILENT_S) as answer:  # noqa: S310
         if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
             raise ValueError(f"it answers {answer.status} to a request for a range")

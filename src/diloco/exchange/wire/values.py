@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.contribution import Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Evaluation
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")
-_KINDS: dict[type[Message], type[Any]] = {pb.Lineage: Lineage, pb.Evaluation: Evaluation, pb.Verdict: Verdict}
+_KINDS: dict[type[Message], type[Any]] = {pb.Lineage: Lineage, pb.Evaluation: Evaluation}
 """The values of messages inside others; that of another message is the tuple of its fields."""
 
 
@@ -47,7 +46,8 @@ def value_of(kind: type[V], message: Message, **more: Any) -> V:
     """A dataclass with the fields of a message that have the names of its own, and `more`. What the message does not
     have is left to its default; an optional field that is not set is None."""
     known = message.DESCRIPTOR.fields_by_name
-    names = [field.name for field in fields(kind) if field.name in known and field.name not in more]  # type: ignore[arg-type]
+    own: Any = kind  # a dataclass
+    names = [field.name for field in fields(own) if field.name in known and field.name not in more]
     return kind(**{name: _read(message, known[name]) for name in names}, **more)
 
 

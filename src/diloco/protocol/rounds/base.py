@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, Self
 from diloco.core.quorum import Quorum
 from diloco.core.schedule import Schedule
 from diloco.core.weights import merge_weights
+from diloco.protocol.accounting import Accounting
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Deadlines, Member
@@ -148,17 +149,12 @@ class RunView(Protocol):
     deadlines: Deadlines
     members: dict[str, Member]
     fragments: list[FragmentState]
+    accounting: Accounting
     step: int
 
     @property
     def at_least(self) -> int:
         """K: of the quorum, unless an operator has set another."""
-
-    def pending_tokens(self, learner: str, fragment: int) -> int:
-        """Tokens whose work on a fragment is neither merged, discarded nor lost."""
-
-    def ended(self, step: int) -> set[str]:
-        """Learners that finished or left at this inner step or a later one."""
 
 
 class SyncerRounds(ABC):
@@ -168,9 +164,9 @@ class SyncerRounds(ABC):
     def admit(self, now: float, c: Contribution) -> str | None:
         """Assign a new contribution to a round. Returns the reason if it is rejected, else None."""
 
-    @abstractmethod
     def update(self, now: float) -> set[str]:
         """Members or the time have changed. Returns the learners that have a new call."""
+        return set()
 
     @abstractmethod
     def open_fragments(self) -> list[int]:
@@ -184,8 +180,7 @@ class SyncerRounds(ABC):
     def close(self, now: float, fragment: int) -> ClosedRound:
         """Close the open round of a fragment, after `decision` has called for its merge."""
 
-    @abstractmethod
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:  # noqa: B027
         """The closed round's version is durable."""
 
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
@@ -265,17 +260,17 @@ class LearnerRounds(ABC):
     def next_round(self, fragment: int) -> int | None:
         """The round of the fragment's next contribution; None: none can be sent now, and the work stays pending."""
 
-    @abstractmethod
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due, not received, and blocks the learner."""
+        return ()
 
     @abstractmethod
     def adoption(self, fragment: int, step: int) -> int | None:
         """The received version to adopt after inner step `step`; None: none."""
 
-    @abstractmethod
     def completes(self, flight: InFlight, version: int) -> bool:
         """Whether adopting `version` completes a contribution in flight: the learner expects no other answer to it."""
+        return flight.listed
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:  # noqa: B027 - only some halves note it
         """A contribution was sent. `sync_every`: inner steps to this learner's next push; None: the method's H."""

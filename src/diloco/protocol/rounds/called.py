@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.core.quorum import Called
 from diloco.protocol.contribution import LATE, VERSION, Contribution
-from diloco.protocol.in_flight import FragmentWork, InFlight
+from diloco.protocol.in_flight import FragmentWork
 from diloco.protocol.members import Member
 from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView
@@ -99,8 +99,6 @@ class CalledSyncer(LateRounds):
         self.clock = float(run.step)
         self.pace = Pace()
         self._fragments = [_Turns(self._next_turn(f)) for f in range(len(run.fragments))]
-        self._called = set[int]()
-        """The fragments whose call is open."""
 
     def _next_turn(self, fragment: int) -> int:
         """The fragment's next step of the schedule after the clock, allowing for rounding."""
@@ -124,11 +122,12 @@ class CalledSyncer(LateRounds):
         """Call the fragments that are due, and record which calls have enough answers."""
         ready = late.ready(self._run)
         due = [fragment for fragment, turns in enumerate(self._fragments) if self.clock > turns.turn - ROUNDING]
-        to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
+        is_called = set(self.open_fragments())
+        to_call = [f for f in due if ready and f not in is_called and self._run.fragments[f].phase == "open"]
         for fragment in to_call:
             self._call(now, fragment)
         needed = late.num_needed(self._run.at_least, ready)
-        for fragment in self._called:
+        for fragment in self.open_fragments():
             turns = self._fragments[fragment]
             assert turns.open is not None
             assert turns.call is not None
@@ -143,10 +142,9 @@ class CalledSyncer(LateRounds):
         turns.open = turns.open or OpenRound(self._run.step)
         turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == version}
         turns.call, turns.begun, turns.turn = _Call(now), turns.turn, self._next_turn(fragment)
-        self._called.add(fragment)
 
     def open_fragments(self) -> list[int]:
-        return sorted(self._called)
+        return [fragment for fragment, turns in enumerate(self._fragments) if turns.call is not None]
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         turns, state = self._fragments[fragment], self._run.fragments[fragment]
@@ -166,12 +164,7 @@ class CalledSyncer(LateRounds):
         assert turns.open is not None
         closed = turns.open.closed(self._run.fragments[fragment].version, late.ready(self._run), now)
         turns.open = turns.call = None
-        self._called.remove(fragment)
         return closed
-
-    def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
-        """Its pending work at the last heartbeat."""
-        return self.pending_work(absent, fragment)
 
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         self._fragments[fragment].begun = None
@@ -198,17 +191,17 @@ class CalledSyncer(LateRounds):
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
         return tuple(
             (fragment, self._run.fragments[fragment].version)
-            for fragment in sorted(self._called)
+            for fragment in self.open_fragments()
             if (round_ := self._fragments[fragment].open) is not None and learner not in round_.fresh
         )
 
     def ends(self, now: float) -> Sequence[float]:
-        decisions = (self.decision(now, fragment) for fragment in self._called)
+        decisions = (self.decision(now, fragment) for fragment in self.open_fragments())
         return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
 
     def was_suspended(self, seconds: float) -> None:
-        for fragment in self._called:
-            if (call := self._fragments[fragment].call) is not None:
+        for turns in self._fragments:
+            if (call := turns.call) is not None:
                 call.opened_at += seconds
                 call.enough_at = None if call.enough_at is None else call.enough_at + seconds
 
@@ -263,14 +256,8 @@ class CalledLearner(LearnerRounds):
         is called at `version`."""
         return not late.is_answered(work) and (self._sends_late or version <= work.version)
 
-    def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
-        return ()
-
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None)
-
-    def completes(self, flight: InFlight, version: int) -> bool:
-        return flight.listed
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": list(self._asked)}

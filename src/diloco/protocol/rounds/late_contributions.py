@@ -7,7 +7,6 @@ steps.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,14 +124,11 @@ class LateRounds(SyncerRounds):
         if c.step >= self._last[c.learner][c.fragment].step:
             self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
 
-    @abstractmethod
     def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
-        """The tokens and steps with which an absent learner counts."""
-
-    def pending_work(self, member: Member, fragment: int) -> tuple[int, int]:
-        """Tokens and inner steps, at least 1, since a learner's last contribution, by its last heartbeat."""
-        steps = member.step - self._last[member.learner][fragment].step
-        return self._run.pending_tokens(member.learner, fragment), max(1, steps)
+        """The tokens and inner steps, at least 1, with which an absent learner counts: those since its last
+        contribution, by its last heartbeat."""
+        steps = absent.step - self._last[absent.learner][fragment].step
+        return self._run.accounting.accounts[absent.learner].ledgers[fragment].pending, max(1, steps)
 
     def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
         """Contributing ÷ live weight of a round; 1 for `partial="full"`."""

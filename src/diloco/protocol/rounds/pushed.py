@@ -43,9 +43,6 @@ class PushedSyncer(LateRounds):
         self.sent(c)
         return None
 
-    def update(self, now: float) -> set[str]:
-        return set()
-
     def open_fragments(self) -> list[int]:
         return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
 
@@ -72,11 +69,8 @@ class PushedSyncer(LateRounds):
 
     def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
         """Its pending work at the last heartbeat, or its last push if that has more tokens."""
-        pending, last = self.pending_work(absent, fragment), self._last[absent.learner][fragment]
+        pending, last = super().work_of(absent, fragment), self._last[absent.learner][fragment]
         return (last.tokens, last.steps) if last.tokens > pending[0] else pending
-
-    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
-        pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
         later = self._rounds[fragment]  # each takes the number before its own
@@ -144,9 +138,6 @@ class PushedLearner(LearnerRounds):
 
     def adoption(self, fragment: int, step: int) -> int | None:
         return max(self.fragments[fragment].received, default=None) if self._answered[fragment] else None
-
-    def completes(self, flight: InFlight, version: int) -> bool:
-        return flight.listed
 
     def listed(self, fragment: int) -> None:
         self._answered[fragment] = True

@@ -253,7 +253,7 @@ class ScheduledSyncer(SyncerRounds):
                     step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
                 if step > run.step:
                     break
-                if len(present | run.ended(step)) < at_least:
+                if len(present | run.accounting.ended(step)) < at_least:
                     starts.append(schedule.last_send(before=step))
                     break
                 number += 1
@@ -272,7 +272,7 @@ class ScheduledSyncer(SyncerRounds):
         """Learners that count for a round's `at_least` without a contribution, if it has too few contributions."""
         if len(round_.contributions) >= self._run.at_least:
             return set()
-        ended = self._run.ended(round_.step)
+        ended = self._run.accounting.ended(round_.step)
         if self._are_all_blocked:
             ended |= {it.learner for it in self._run.members.values() if it.ready and it.step >= round_.step}
         return ended - round_.contributions.keys()

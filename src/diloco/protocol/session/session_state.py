@@ -16,13 +16,7 @@ from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
-from diloco.protocol.session.heartbeat import (
-    ANSWER_CAP_S,
-    ANSWER_OF_SEVERAL_CAP_S,
-    HEARTBEAT_S,
-    SHORTEST_S,
-    Heartbeat,
-)
+from diloco.protocol.session.heartbeat import ANSWER_CAP_S, ANSWER_OF_SEVERAL_CAP_S, HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.protocol.session.joining import Departure, Entrance, Initialises
 from diloco.protocol.session.lanes import Lanes
 from diloco.protocol.session.requests import SessionAction

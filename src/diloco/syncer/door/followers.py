@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -16,7 +17,7 @@ from diloco.escaping import printable
 from diloco.events import Reported
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import streamed
-from diloco.exchange.wire.outgoing import LearnersFirst, ToFollower
+from diloco.exchange.wire.outgoing import Acknowledged, LearnersFirst
 from diloco.protocol.manifest import is_object_name
 from diloco.run.objects import Objects
 from diloco.store.reading import ObjectReader
@@ -82,6 +83,7 @@ class SignedObjects:
         return True
 
 
+@dataclass
 class FollowerCalls:
     """Handlers of these calls.
 
@@ -96,47 +98,48 @@ class FollowerCalls:
         link: on which learners' downloads go before reads.
     """
 
-    def __init__(
-        self, host: Callable[[], HostedDriver], objects: Objects, signed: SignedObjects, guard: CallGuard,
-        reported: Callable[[Reported], None],
-    ) -> None:  # fmt: skip
-        self._host, self._objects, self._signed, self._reported = host, objects, signed, reported
-        self._guard, self._admit = guard, guard.admit
-        self.link = LearnersFirst()
+    host: Callable[[], HostedDriver]
+    objects: Objects
+    signed: SignedObjects
+    guard: CallGuard
+    reported: Callable[[Reported], None]
+    link: LearnersFirst = field(default_factory=LearnersFirst, init=False)
 
     def handlers(self) -> Mapping[str, tuple[Kind, Call]]:
         """By method."""
         return {
-            "Manifest": self._guard.unary("Manifest", self.manifest, pb.ManifestRequest),
-            "Read": self._guard.streamed("Read", self.read, pb.PullRequest, "reads"),
-            "Report": self._guard.unary("Report", self.report, pb.ReportRequest),
+            "Manifest": self.guard.unary("Manifest", self.manifest, pb.ManifestRequest),
+            "Read": self.guard.streamed("Read", self.read, pb.PullRequest, "reads"),
+            "Report": self.guard.unary("Report", self.report, pb.ReportRequest),
         }
 
     def manifest(self, caller: Caller, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
-        self._admit(context, caller, request, "viewer")
-        return pb.ManifestReply(manifest=self._host().manifest.to_bytes())
+        self.guard.admit(context, caller, request, "viewer")
+        return pb.ManifestReply(manifest=self.host().manifest.to_bytes())
 
     def read(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        self._admit(context, caller, request, "viewer", "reads")
-        self._host()
+        self.guard.admit(context, caller, request, "viewer", "reads")
+        self.host()
         wanted = request.object
         if not is_object_name(wanted.name) or not 0 <= wanted.stop - wanted.start <= MOST_BYTES:
             raise PayloadError(
                 f"{printable(wanted.name, MOST_NAME)!r} from {wanted.start} to {wanted.stop} is not a range of at most "
                 f"{MOST_BYTES} bytes of an object; is the caller of another version?"
             )
-        if not request.direct and (url := self._signed.url_of(wanted.name)):
+        if not request.direct and (url := self.signed.url_of(wanted.name)):
             header = pb.PullHeader(url=url, url_start=wanted.start, num_bytes=wanted.stop - wanted.start)
             yield header.SerializeToString()
             return
-        data = memoryview(self._objects.get(wanted.name, wanted.start, wanted.stop))
-        yield from streamed(pb.PullHeader(num_bytes=len(data)), [data], ToFollower(stream, self.link))
+        data = memoryview(self.objects.get(wanted.name, wanted.start, wanted.stop))
+        yield from streamed(
+            pb.PullHeader(num_bytes=len(data)), [data], Acknowledged(stream, self.link, is_follower=True)
+        )
 
     def report(self, caller: Caller, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
-        self._admit(context, caller, request, "evaluator")
-        self._host()
+        self.guard.admit(context, caller, request, "evaluator")
+        self.host()
         loss = request.loss if request.HasField("loss") else None
         scores = {score.name: score.value for score in request.scores}
         is_named = all(0 < len(name) <= MOST_NAME and printable(name) == name for name in scores)
@@ -147,7 +150,7 @@ class FollowerCalls:
             )
         if not all(map(math.isfinite, values)):
             raise PayloadError(f"a result of the report is not finite ({values}); leave it out.")
-        self._reported(
+        self.reported(
             Reported(
                 by="evaluator" if caller == UNKNOWN else caller.name, tokens=request.run_tokens, loss=loss,
                 step=request.step, versions=tuple(request.versions), scores=scores,

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -17,11 +18,13 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.tensors import tensor_of, tensors_of
+from diloco.exchange.wire.values import value_of
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim
 from diloco.run import validation
 from diloco.run.ports import InitialModel
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.messages import layout_of, seen_of
+from diloco.syncer.door.messages import layout_of
 from diloco.syncer.door.open_calls import OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.hosting import HostedDriver, SyncerDriver, while_waiting
@@ -31,6 +34,7 @@ MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
 """Bounds on the size of a static tensor: bytes of an element, and of its header."""
 
 
+@dataclass
 class Initialising:
     """Receives the run's initial model, from one learner at a time.
 
@@ -39,28 +43,30 @@ class Initialising:
         incoming: keeps the received part of an interrupted upload.
     """
 
-    def __init__(
-        self, host: Callable[[], HostedDriver], *, transfers: OpenTransfers, audit: Audit, incoming: IncomingModel,
-        resumed: Callable[[str, str, int], None],
-    ) -> None:  # fmt: skip
-        self._host, self._transfers, self._audit, self._resumed = host, transfers, audit, resumed
-        self._lock, self._incoming = threading.Lock(), incoming
+    host: Callable[[], HostedDriver]
+    transfers: OpenTransfers
+    audit: Audit
+    incoming: IncomingModel
+    resumed: Callable[[str, str, int], None]
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
 
     def receive(
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
         """The replies to an Initialise call of an authorised caller."""
-        layout, seen = layout_of(header.layout), seen_of(header)
+        layout, seen = layout_of(header.layout), value_of(Claim, header).seen
         _check_sizes(list(header.part_bytes), layout)
-        with self._transfers.open(header.learner, None, "Initialise", context):  # ends this learner's earlier one
+        with self.transfers.open(header.learner, None, "Initialise", context):  # ends this learner's earlier one
             if not self._lock.acquire(blocking=False):
                 raise BusyError(
                     "another learner initialises the run; repeat the call, which is accepted if that upload breaks off."
                 )
             try:
-                self._host().ask(_require_uninitialised)
+                self.host().ask(_require_uninitialised)
                 yield from self._receive(header, layout, seen, stream)
-                self._audit.admitted("Initialise", caller, header.learner, context.peer())
+                self.audit.admitted("Initialise", caller, header.learner, context.peer())
                 yield pb.InitialiseReply()
             finally:
                 self._lock.release()
@@ -68,15 +74,15 @@ class Initialising:
     def _receive(
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, stream: Iterator[bytes]
     ) -> Iterator[pb.InitialiseReply]:
-        resumed = partial(self._resumed, header.learner, "joins")
-        buffer = yield from self._incoming.receive(header, stream, _room_for_model, resumed)
+        resumed = partial(self.resumed, header.learner, "joins")
+        buffer = yield from self.incoming.receive(header, stream, _room_for_model, resumed)
         whole = pb.Received(num_bytes=len(buffer), all=True)
         with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
             making = worker.submit(self._initial_model, header, layout, seen, buffer)
             yield from (pb.InitialiseReply(received=whole) for _ in while_waiting(making))
             model = making.result()
 
-        waiting = self._host().until_done(lambda driver, done: driver.initialise(model, done))
+        waiting = self.host().until_done(lambda driver, done: driver.initialise(model, done))
         yield from (pb.InitialiseReply(received=whole) for _ in waiting)
 
     def _initial_model(
@@ -96,7 +102,7 @@ class Initialising:
         _check_static(layout, static)
         if seen is not None:
             validation.check_run_id(seen.run_id)
-        return self._host().jobs.initial(
+        return self.host().jobs.initial(
             layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,
             epoch=1 if seen is None else seen.epoch + 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 from diloco.core.fragments import Layout
 from diloco.errors import LayoutError
@@ -13,10 +12,9 @@ from diloco.escaping import read_json
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.contribution import Contribution, Standing
-from diloco.protocol.leases import Ask, DataSet, Grant
+from diloco.protocol.leases import Ask, DataSet
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Claim, Report
-from diloco.protocol.steering import Order, What
+from diloco.protocol.members import Report
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
@@ -25,26 +23,10 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
     return value_of(Contribution, header, tensors=tensors, routed=tuple(header.routed) or None)
 
 
-def claim_of(
-    request: pb.HeartbeatRequest | pb.LeaseRequest | pb.LeaveRequest | pb.WatchRequest | pb.PullRequest,
-) -> Claim:
-    """The claim of the learner that calls."""
-    return value_of(Claim, request)
-
-
 def report_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Report:
     """The report in a heartbeat; a Leave has a part of it."""
     report = value_of(Report, request)
     return replace(report, step_s=report.step_s or None)
-
-
-def lineage_message(lineage: Lineage) -> pb.Lineage:
-    return message_of(pb.Lineage, lineage)
-
-
-def seen_of(message: pb.JoinRequest | pb.InitialiseHeader) -> Lineage | None:
-    """The lineage that a learner has followed so far."""
-    return value_of(Claim, message).seen
 
 
 def ask_of(request: pb.LeaseRequest) -> Ask:
@@ -52,15 +34,6 @@ def ask_of(request: pb.LeaseRequest) -> Ask:
     data = DataSet(request.data_units, request.data_passes, request.data_digest, request.unit_tokens)
     claim = tuple(tuple((it.first, it.stop) for it in each.ranges) for each in request.claim)
     return value_of(Ask, request, data=data, claim=claim)
-
-
-def order_of(request: pb.SteerRequest) -> Order:
-    """An operator's order."""
-    return value_of(Order, request, what=cast("What", request.order))  # checked by the driver
-
-
-def lease_reply(grant: Grant) -> pb.LeaseReply:
-    return message_of(pb.LeaseReply, grant)
 
 
 def standing_message(standing: Standing) -> pb.Standing:
@@ -111,7 +84,7 @@ class WatchStream:
             self._changed.wait_for(lambda: self._standing or self._evicted or self._has_ended)
             standing, self._standing = self._standing, None
             if standing is not None and self._lineage is not None:
-                lineage, self._lineage = lineage_message(self._lineage), None
+                lineage, self._lineage = vars(self._lineage), None
                 return pb.Notice(welcome=pb.Welcome(lineage=lineage, standing=standing_message(standing)))
             if standing is not None:
                 return pb.Notice(standing=standing_message(standing))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -52,6 +52,18 @@ OWN_CALL_POLL_S = 0.5
 """How often a transfer that waits for the end of an earlier one checks that its own call has not ended."""
 
 
+@contextmanager
+def _among(known: set[T], item: T, lock: threading.Lock) -> Iterator[None]:
+    """A block in which an item is in a set."""
+    with lock:
+        known.add(item)
+    try:
+        yield
+    finally:
+        with lock:
+            known.remove(item)
+
+
 @dataclass(eq=False)
 class _Call:
     name: str
@@ -70,17 +82,9 @@ class OpenCalls:
         self._lock = threading.Lock()
         self._calls: set[_Call] = set()
 
-    @contextmanager
-    def open(self, name: str, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
+    def open(self, name: str, caller: Caller, context: grpc.ServicerContext) -> AbstractContextManager[None]:
         """Check the call's credentials during the block."""
-        call = _Call(name, caller, context)
-        with self._lock:
-            self._calls.add(call)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls.remove(call)
+        return _among(self._calls, _Call(name, caller, context), self._lock)
 
     def check(self) -> None:
         """Cancel the calls that have to end; call it regularly. Also writes refusals that the audit has counted."""
@@ -144,16 +148,9 @@ class CallDeadlines:
             with self._waiting(caller, context, self._next_s):
                 yield reply
 
-    @contextmanager
-    def member(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def member(self, context: grpc.ServicerContext) -> AbstractContextManager[None]:
         """During the block the call has no stall timeout: heartbeats show whether its peer lives."""
-        with self._lock:
-            self._members.add(context)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._members.discard(context)
+        return _among(self._members, context, self._lock)
 
     @contextmanager
     def _waiting(self, caller: str, context: grpc.ServicerContext, most_s: float) -> Iterator[None]:

@@ -15,17 +15,51 @@ from diloco.exchange.wire.incoming import ArrivalReports
 from diloco.run.uploads import KEPT_S
 
 
-def resumed_at(start: int, received: int) -> int:
-    """The byte at which an upload continues, of which `received` bytes are kept.
+class IncomingBytes:
+    """An upload as it arrives, resumed where an earlier one was interrupted.
 
-    Raises:
-        CorruptPayloadError: the sender continues neither at `received` nor at 0.
+    Arguments:
+        buffer: with room for the whole upload.
+        kept: bytes at its beginning that an earlier upload has left.
+
+    Attributes:
+        filled: bytes at its beginning that may be kept.
     """
-    if start not in (0, received):
-        raise CorruptPayloadError(
-            f"the upload resumes at byte {start}, but {received} bytes were received; send it again."
-        )
-    return start
+
+    def __init__(self, buffer: memoryview, kept: int) -> None:
+        self.filled, self._buffer = kept, buffer
+
+    def reports(
+        self, stream: Iterator[bytes], resumed: Callable[[int], None], *, resumes: bool
+    ) -> Iterator[pb.Received]:
+        """Receive the rest; yields progress reports.
+
+        Arguments:
+            resumed: called with the number of bytes that are not sent again, if any.
+            resumes: whether the sender asks how many bytes are kept.
+
+        Raises:
+            CorruptPayloadError: as `filling`, or the sender resumes neither where it was interrupted nor at 0.
+        """
+        try:
+            if resumes:
+                yield pb.Received(num_bytes=self.filled, checksum=zlib.crc32(self._buffer[: self.filled]))
+                if (start := read_header(stream, pb.Resume).start) not in (0, self.filled):
+                    raise CorruptPayloadError(
+                        f"the upload resumes at byte {start}, but {self.filled} bytes were received; send it again."
+                    )
+                self.filled = start
+            if self.filled:
+                resumed(self.filled)
+            progress = ArrivalReports()
+            for filled in filling(stream, self._buffer, filled=self.filled):
+                self.filled = filled
+                if progress.is_due():
+                    yield pb.Received(num_bytes=filled)
+        except CorruptPayloadError:
+            if self.filled == len(self._buffer):  # complete, with a wrong checksum
+                self.filled = 0
+            raise
 
 
 @dataclass(frozen=True)
@@ -67,7 +101,7 @@ class IncomingModel:
             resumed: called with the number of bytes kept from an earlier upload, if any.
 
         Raises:
-            CorruptPayloadError: as `filling`, and `resumed_at`.
+            CorruptPayloadError: as `IncomingBytes.reports`.
         """
         announced = pb.InitialiseHeader()
         announced.CopyFrom(header)
@@ -76,25 +110,18 @@ class IncomingModel:
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None and kept.announced == what and header.resumes:
-            buffer, filled = kept.buffer, kept.filled
+            buffer, incoming = kept.buffer, IncomingBytes(kept.buffer, kept.filled)
         else:
             kept = None  # frees its memory before more is reserved
-            buffer, filled = room(sum(header.part_bytes)), 0
-        start, is_whole = 0, False
+            buffer = room(sum(header.part_bytes))
+            incoming = IncomingBytes(buffer, 0)
+        is_whole = False
         try:
-            if header.resumes:
-                checksum = zlib.crc32(buffer[:filled])
-                yield pb.InitialiseReply(received=pb.Received(num_bytes=filled, checksum=checksum))
-                filled = start = resumed_at(read_header(stream, pb.Resume).start, filled)
-            if start:
-                resumed(start)
-            progress = ArrivalReports()
-            for filled in filling(stream, buffer, filled=start):
-                if progress.is_due():
-                    yield pb.InitialiseReply(received=pb.Received(num_bytes=filled))
+            for received in incoming.reports(stream, resumed, resumes=header.resumes):
+                yield pb.InitialiseReply(received=received)
             is_whole = True
         finally:
-            if not is_whole and filled < len(buffer):  # a whole buffer means that the checksum is wrong
+            if not is_whole and incoming.filled:
                 with self._lock:
-                    self._kept = _Kept(what, buffer, filled, self._clock())
+                    self._kept = _Kept(what, buffer, incoming.filled, self._clock())
         return buffer

@@ -6,6 +6,8 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,52 +16,35 @@ from safetensors.torch import save
 
 from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
-from diloco.errors import (
-    CorruptPayloadError,
-    LayoutError,
-    NoRoomError,
-    RunError,
-    StandbyError,
-)
+from diloco.errors import LayoutError, NoRoomError, RunError, StandbyError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header, streamed
-from diloco.exchange.wire.incoming import ArrivalReports, start_of
+from diloco.exchange.wire.frames import streamed
+from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.link_probe import answer_probe
-from diloco.exchange.wire.outgoing import ToLearner
+from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
-from diloco.exchange.wire.values import message_of
-from diloco.protocol.contribution import Budget, Contribution
+from diloco.exchange.wire.values import message_of, value_of
+from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
-from diloco.protocol.members import Claim, Deadlines, Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.steering import Order
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.followers import FollowerCalls, SignedObjects
+from diloco.syncer.door.followers import FollowerCalls
 from diloco.syncer.door.initialising import Initialising
-from diloco.syncer.door.messages import (
-    WatchStream,
-    ask_of,
-    claim_of,
-    contribution_of,
-    layout_of,
-    lease_reply,
-    lineage_message,
-    order_of,
-    report_of,
-    seen_of,
-    standing_message,
-)
+from diloco.syncer.door.messages import WatchStream, ask_of, contribution_of, layout_of, report_of, standing_message
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
-from diloco.syncer.door.receiving import IncomingModel, resumed_at
+from diloco.syncer.door.receiving import IncomingBytes, IncomingModel
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
 
 
+@dataclass
 class Service:
     """Handlers of one run.
 
@@ -75,46 +60,34 @@ class Service:
         status_extra: more values for `Status`.
         reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
-        promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
+        take_over: lets this syncer serve the run by an admin's order; returns the epoch and versions that it serves.
         followers: handlers of the calls of followers.
-        signed: URLs of the objects.
         is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
-    def __init__(
-        self,
-        run: str,
-        method: Method,
-        host: Callable[[], HostedDriver],
-        *,
-        guard: CallGuard,
-        transfers: OpenTransfers,
-        incoming: IncomingModel,
-        audit: Audit,
-        lost_floor_s: float,
-        resumed: Callable[[str, str, int], None],
-        status_extra: Callable[[], dict[str, Any]],
-        reported: Callable[[Claim, Report], None],
-        page_url: Callable[[Caller], str],
-        promote: Callable[[], tuple[int, tuple[int, ...]]],
-        followers: FollowerCalls,
-        signed: SignedObjects,
-        is_suspended: Callable[[], bool],
-    ) -> None:
-        self._run, self._method, self._host = run, method, host
-        self._guard, self._admit = guard, guard.admit
-        self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
-        self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
-        self._promote, self._followers, self._is_suspended = promote, followers, is_suspended
-        self._signed = signed
-        self._probing = threading.Lock()
-        self._initialising = Initialising(
-            lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
-        )
+    run: str
+    method: Method
+    host: Callable[[], HostedDriver]
+    guard: CallGuard
+    transfers: OpenTransfers
+    incoming: IncomingModel
+    audit: Audit
+    lost_floor_s: float
+    resumed: Callable[[str, str, int], None]
+    status_extra: Callable[[], dict[str, Any]]
+    reported: Callable[[Claim, Report], None]
+    page_url: Callable[[Caller], str]
+    take_over: Callable[[], tuple[int, tuple[int, ...]]]
+    followers: FollowerCalls
+    is_suspended: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._admit, self._probing = self.guard.admit, threading.Lock()
+        self._initialising = Initialising(lambda: self._driver, self.transfers, self.audit, self.incoming, self.resumed)
 
     def handlers(self) -> Admission:
         """The argument of `grpc.Server.add_generic_rpc_handlers`."""
-        guard = self._guard
+        guard = self.guard
         return Admission(
             {
                 "Describe": guard.unary("Describe", self.describe, pb.DescribeRequest),
@@ -131,19 +104,19 @@ class Service:
                 "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
-                **self._followers.handlers(),
+                **self.followers.handlers(),
             }
         )
 
     @property
     def _driver(self) -> HostedDriver:
         """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
-        if self._is_suspended():
+        if self.is_suspended():
             raise StandbyError(
                 "this syncer does not reach its store now, so that it can make nothing durable; repeat the call, which "
                 "it or the run's next syncer answers."
             )
-        return self._host()
+        return self.host()
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +128,7 @@ class Service:
             return pb.DescribeReply(
                 method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
                 layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
-                lineage=lineage_message(driver.lineage), lost_floor_s=self._lost_floor_s,
+                lineage=vars(driver.lineage), lost_floor_s=self.lost_floor_s,
             )  # fmt: skip
 
         return self._driver.ask(reply)
@@ -166,94 +139,87 @@ class Service:
 
         def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
             def joined(incarnation: int) -> None:
-                done(pb.JoinReply(incarnation=incarnation, lineage=lineage_message(driver.lineage)))
+                done(pb.JoinReply(incarnation=incarnation, lineage=vars(driver.lineage)))
 
             overlap = request.overlap if request.HasField("overlap") else None
-            claim = Claim(request.learner, request.after, request.process, seen_of(request))
+            claim = value_of(Claim, request, incarnation=request.after)
             driver.join(
                 claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
             )  # fmt: skip
 
-        reply = self._driver.wait_for(join, context)
-        self._audit.admitted("Join", caller, request.learner, context.peer())
+        reply: pb.JoinReply = self._driver.wait_for(join, context)
+        self.audit.admitted("Join", caller, request.learner, context.peer())
         return reply
 
     def heartbeat(
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
-        claim, report = claim_of(request), report_of(request)
+        claim, report = value_of(Claim, request), report_of(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
-            lineage = lineage_message(driver.lineage)
+            lineage = vars(driver.lineage)
             return pb.HeartbeatReply(
-                lineage=lineage, standing=standing_message(standing), is_suspended=self._is_suspended()
+                lineage=lineage, standing=standing_message(standing), is_suspended=self.is_suspended()
             )
 
-        answer = self._host().ask(reply)
-        self._reported(claim, report)
+        answer = self.host().ask(reply)
+        self.reported(claim, report)
         return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
         self._admit(context, caller, request, "learner")
-        claim, ask = claim_of(request), ask_of(request)
+        claim, ask = value_of(Claim, request), ask_of(request)
 
-        def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
-            driver.lease(claim, ask, done)
-
-        return lease_reply(self._driver.wait_for(lease, context))
+        grant: Grant = self._driver.wait_for(lambda driver, done: driver.lease(claim, ask, done), context)
+        return message_of(pb.LeaseReply, grant)
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request, "learner")
-        claim, report = claim_of(request), report_of(request)
+        claim, report = value_of(Claim, request), report_of(request)
 
-        def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
-            driver.leave(claim, report, lambda: done(pb.LeaveReply()))
-
-        reply = self._driver.wait_for(leave, context)
-        self._reported(claim, report)
-        return reply
+        self._driver.wait_for(lambda driver, done: driver.leave(claim, report, partial(done, None)), context)
+        self.reported(claim, report)
+        return pb.LeaveReply()
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
         try:
-            status = self._host().ask(lambda driver: driver.status())
+            status = self.host().ask(lambda driver: driver.status())
         except StandbyError:
-            idle = RunState[Any, Any](self._run, self._method, Deadlines(), None, Budget())
+            idle = RunState[Any, Any](self.run, self.method)
             status = {**RunStatus().as_dict(idle, 0.0), "spooled_bytes": 0, "waits_for": None}
-        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
+        return pb.StatusReply(status=json.dumps({**status, **self.status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
         self._admit(context, caller, request, "admin")
-        epoch, versions = self._promote()
-        self._audit.admitted("Promote", caller, "", context.peer())
+        epoch, versions = self.take_over()
+        self.audit.admitted("Promote", caller, "", context.peer())
         return pb.PromoteReply(epoch=epoch, versions=versions)
 
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
         self._admit(context, caller, request, "admin")
 
-        return pb.SteerReply(said=self.execute(order_of(request), caller, context.peer(), context))
+        order = value_of(Order, request, what=request.order)  # checked by the driver
+        return pb.SteerReply(said=self.execute(order, caller, context.peer(), context))
 
     def execute(self, order: Order, caller: Caller, peer: str, context: grpc.ServicerContext | None = None) -> str:
         """Execute an admin's order, from a call or from the live page; returns a sentence on its effect."""
 
-        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
-            driver.steer(order, caller.name, done)
-
-        said = self._driver.wait_for(steer, context)
-        self._audit.admitted("Steer", caller, order.learner, peer)
+        said: str = self._driver.wait_for(lambda driver, done: driver.steer(order, caller.name, done), context)
+        self.audit.admitted("Steer", caller, order.learner, peer)
         return said
 
     def open_page(self, caller: Caller, request: pb.OpenPageRequest, context: grpc.ServicerContext) -> pb.OpenPageReply:
         self._admit(context, caller, request, "viewer")
-        return pb.OpenPageReply(url=self._page_url(caller))
+        return pb.OpenPageReply(url=self.page_url(caller))
 
     def watch(
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
-        claim, hosted = claim_of(request), self._host()
+        claim, hosted = value_of(Claim, request), self.host()
         stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
         hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
@@ -277,7 +243,7 @@ class Service:
         self._admit(context, caller, header, "learner", "contributions")
         contribution, hosted = contribution_of(header), self._driver
         what = "Push", header.fragment, header.number, header.start, header.stop
-        with self._transfers.open(header.learner, header.incarnation, what, context):
+        with self.transfers.open(header.learner, header.incarnation, what, context):
             push = yield from self._receive(hosted, contribution, header, stream)
         start, stop = push.room
         whole = pb.Received(num_bytes=stop - start, all=True)
@@ -296,32 +262,20 @@ class Service:
             )
         )
         start, stop = push.room
-        no_room, is_complete, filled = None, False, 0
+        no_room, is_complete, incoming = None, False, None
         try:
-            buffer = push.slot.buffer[start:stop]
-            if header.resumes:
-                filled = push.received
-                checksum = zlib.crc32(buffer[:filled])
-                yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
-                filled = resumed_at(read_header(stream, pb.Resume).start, filled)
-            if filled:
-                self._resumed(header.learner, "contributions", filled)
-            progress, kept = ArrivalReports(), filled
-            for filled in filling(stream, buffer, filled=kept):
-                if progress.is_due():
-                    yield pb.PushReply(received=pb.Received(num_bytes=filled))
+            incoming = IncomingBytes(push.slot.buffer[start:stop], push.received if header.resumes else 0)
+            resumed = partial(self.resumed, header.learner, "contributions")
+            for received in incoming.reports(stream, resumed, resumes=header.resumes):
+                yield pb.PushReply(received=received)
             is_complete = True
         except NoRoomError as error:
             no_room = error
             raise
-        except CorruptPayloadError:
-            if filled == stop - start:  # complete, with a wrong checksum
-                filled = 0
-            raise
         finally:
             if not is_complete:
-                received = filled
-                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+                filled = 0 if incoming is None else incoming.filled
+                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=filled))
         return push
 
     def pull(
@@ -329,8 +283,8 @@ class Service:
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining else "updates"
         self._admit(context, caller, request, "learner", kind)
-        claim, hosted = claim_of(request), self._driver
-        lineage = lineage_message(hosted.ask(lambda driver: driver.lineage))
+        claim, hosted = value_of(Claim, request), self._driver
+        lineage = vars(hosted.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             hosted.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
             static = memoryview(hosted.ask(lambda driver: driver.state.model.static))
@@ -374,7 +328,7 @@ class Service:
         """
         name, tensor, first = stored
         may_refer = request.joining and not request.direct and not request.HasField("kept") and header.num_bytes > 0
-        if name is not None and may_refer and self._signed.refer(header, name, tensor, first):
+        if name is not None and may_refer and self.followers.signed.refer(header, name, tensor, first):
             yield header.SerializeToString()
             return
         checksum = 0
@@ -382,8 +336,8 @@ class Service:
             header.start = start_of(request.kept, header, parts[0])
             checksum = zlib.crc32(parts[0][: header.start])
         if header.start:
-            self._resumed(request.learner, kind, header.start)
-        pace = ToLearner(stream, header.start, self._followers.link)
+            self.resumed(request.learner, kind, header.start)
+        pace = Acknowledged(stream, self.followers.link, header.start)
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
         segments = request.segments
         is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have this part
@@ -391,7 +345,7 @@ class Service:
             yield from frames
             return
         what = "Pull", request.fragment, request.static, segments.first, segments.stop
-        with self._transfers.open(request.learner, request.incarnation, what, context), self._followers.link.download():
+        with self.transfers.open(request.learner, request.incarnation, what, context), self.followers.link.download():
             yield from frames
 
     def probe(

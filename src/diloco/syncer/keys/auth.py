@@ -21,7 +21,7 @@ from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_local, socket_path
 from diloco.syncer.keys.certificates import UNKNOWN, Caller, ExpiryWarnings, holder_of
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
-from diloco.whole_files import replace_secret
+from diloco.whole_files import mark_of, replace_secret
 
 if TYPE_CHECKING:
     import grpc
@@ -67,7 +67,7 @@ class RevokedList:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._known: tuple[tuple[int, int, int], Mapping[str, datetime]] | None = None
+        self._known: tuple[tuple[int, ...], Mapping[str, datetime]] | None = None
         self.read()
 
     def read(self) -> Mapping[str, datetime]:
@@ -77,13 +77,8 @@ class RevokedList:
             ConfigError: the file cannot be read, or is invalid.
         """
         with self._lock:
-            try:
-                stat = self._path.stat()
-            except OSError as error:
-                raise ConfigError(
-                    f"the list of revoked certificates {self._path} cannot be read ({error.strerror}); put it back."
-                ) from error
-            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if (seen := mark_of(self._path)) is None:
+                raise ConfigError(f"the list of revoked certificates {self._path} cannot be read; put it back.")
             if self._known is None or self._known[0] != seen:
                 self._known = (seen, read_revoked(self._path))
             return self._known[1]

@@ -13,6 +13,7 @@ import grpc
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
 from diloco.syncer.keys.certificates import ExpiryWarnings, holder_of
+from diloco.whole_files import mark_of
 
 log = logging.getLogger("diloco.syncer")
 
@@ -25,7 +26,8 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
     Raises:
         ConfigError: the keys cannot be used, or are a learner's. AuthError: the certificate is not valid now.
     """
-    looked, expiries = _marks(directory), ExpiryWarnings()
+    files, expiries = [directory / name for name in (CA, CERT, KEY)], ExpiryWarnings()
+    looked = [*map(mark_of, files)]
     known = read_syncer_keys(directory)
     expires = holder_of(known.cert).expires
     expiries.warn(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
@@ -33,7 +35,7 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
     def newest() -> grpc.ServerCertificateConfiguration | None:
         nonlocal known, looked, expires
         expiries.warn(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
-        if (marks := _marks(directory)) == looked:
+        if (marks := [*map(mark_of, files)]) == looked:
             return None
         looked = marks
         try:
@@ -49,19 +51,6 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
 
     fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # it may return None
     return grpc.dynamic_ssl_server_credentials(_configuration(known), fetch, require_client_authentication=True)
-
-
-def _marks(directory: Path) -> list[tuple[int, ...] | None]:
-    """Marks that change when a file is replaced or changed, without reading it; None: the file is missing."""
-    found: list[tuple[int, ...] | None] = []
-    for name in (CA, CERT, KEY):
-        try:
-            status = (directory / name).stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return found
 
 
 def read_syncer_keys(directory: Path) -> KeyPair:

@@ -54,7 +54,7 @@ class BrowserSession:
     """The session of a browser.
 
     Attributes:
-        caller: for whom the opened link was made.
+        caller: the one that the opened link was made for.
         token: of its orders; pages of other sites cannot read it.
     """
 
