@@ -11,8 +11,8 @@ from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.bandwidth import SyncerLinkModel
-from diloco.planning.discrete_events import ExchangePlan, Merging
-from diloco.planning.prediction import exchange_of, predict, star_network
+from diloco.planning.exchange_plan import ExchangePlan, Merging, exchange_of
+from diloco.planning.prediction import predict, star_network
 from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.workload import PRESETS, Workload
 

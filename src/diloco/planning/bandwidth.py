@@ -14,9 +14,9 @@ from typing import Any
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import ExchangePlan, Merging
+from diloco.planning.exchange_plan import ExchangePlan, Merging, exchange_of
 from diloco.planning.graph import utilization
-from diloco.planning.prediction import Prediction, exchange_of, predict, star_network
+from diloco.planning.prediction import Prediction, predict, star_network
 from diloco.planning.settings import Setting
 from diloco.planning.workload import Workload
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.discrete_events import ExchangePlan
+from diloco.planning.exchange_plan import ExchangePlan, exchange_of
 from diloco.planning.penalty import Penalty, PenaltyTerm, expected_penalty
-from diloco.planning.prediction import Prediction, exchange_of, predict
+from diloco.planning.prediction import Prediction, predict
 from diloco.planning.settings import Setting
 from diloco.planning.site import BudgetTable, Site, SiteLearner
 from diloco.planning.workload import Workload

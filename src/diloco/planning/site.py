@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import Merging
+from diloco.planning.exchange_plan import Merging
 from diloco.planning.network import Network, Route
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.planning.workload import ModelSizeTable, Workload
