@@ -78,13 +78,11 @@ def predict(
     if num_steps is None:
         simulation.run(lambda: _is_settled(simulation))
         # In the steady state faster learners wait for the slowest.
-        window_s = max(_window_s(simulation, i) for i in range(len(step_s)))
-        utilization = [simulation.window * seconds / window_s for seconds in step_s]
+        windows_s = [max(_window_s(simulation, i) for i in range(len(step_s)))] * len(step_s)
     else:
-        simulation.run(lambda: math.isfinite(max(simulation.ended_s)))
-        utilization = [
-            num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, simulation.ended_s, strict=True)
-        ]
+        simulation.run(lambda: min(map(len, simulation.left_s)) > 1)
+        windows_s = [ended_s for _, ended_s in simulation.left_s]
+    utilization = [simulation.window * each_s / all_s for each_s, all_s in zip(step_s, windows_s, strict=True)]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
     return Prediction(tuple(utilization), every, tau, len(step_s) * copies, simulation.spans)

@@ -44,7 +44,7 @@ class SimulatedLearner:
     Attributes:
         step_s: duration of an inner step.
         latency_s: one way.
-        received, notified: per fragment, the newest version that it has received, been notified of.
+        notified: per fragment, the newest version that it has been notified of.
         incarnation: its number in the run.
         blocked_at: start of the wait at a boundary; None: it computes.
         calls: of the syncer, not answered yet: by fragment, its version.
@@ -56,7 +56,6 @@ class SimulatedLearner:
     step_s: float
     latency_s: float
     core: LearnerCore
-    received: list[int]
     notified: list[int]
     incarnation: int
     blocked_at: float | None = None
@@ -82,10 +81,9 @@ class SimulatedRounds:
         stop_at: the last step of every learner; None: none is.
 
     Attributes:
-        window: inner steps after which the pattern of scheduled rounds may repeat: as many periods as an answer may
-            take.
-        left_s: by learner, times at which it continued from step 0, 1·window, 2·window, …
-        ended_s: by learner, time at which it completed step `stop_at`.
+        window: `stop_at`, or else the inner steps after which the pattern of scheduled rounds may repeat: as many
+            periods as an answer may take.
+        left_s: by learner, times at which it continued from step 0, 1·window, 2·window, …, or completed `stop_at`.
         num_merges, num_contributions: rounds that were closed, and learners in them, copies included.
         stale_steps: inner steps since the last send, which an adoption overwrites, summed over all adoptions.
         num_adoptions: adoptions of all learners.
@@ -105,9 +103,8 @@ class SimulatedRounds:
         assert schedule.offsets is not None
         every, tau = schedule.sync_every, schedule.overlap
         self.now_s = 0.0
-        self.window = every * math.lcm(*schedule.multiples) * (tau // every + 1)
+        self.window = stop_at or every * math.lcm(*schedule.multiples) * (tau // every + 1)
         self.left_s: list[list[float]] = [[] for _ in step_s]
-        self.ended_s = [math.inf for _ in step_s]
         self.spans: list[list[Span]] = [[] for _ in step_s]
         self.num_merges = self.num_contributions = self.stale_steps = self.num_adoptions = 0
         self._network, self._exchange, self._copies, self._traced = network, exchange, copies, traced
@@ -126,9 +123,7 @@ class SimulatedRounds:
         for i, seconds in enumerate(step_s):
             incarnation, _ = self._syncer.joined(0.0, str(i), ready=True)
             core = LearnerCore(rules, versions)
-            self.learners.append(
-                SimulatedLearner(i, seconds, network.latency_s(i), core, versions[:], versions[:], incarnation)
-            )
+            self.learners.append(SimulatedLearner(i, seconds, network.latency_s(i), core, versions[:], incarnation))
         for learner in self.learners:
             self._compute(learner)
 
@@ -165,13 +160,11 @@ class SimulatedRounds:
         if step % self.window == 0:
             self.left_s[learner.index].append(self.now_s)
         if step == self._stop_at:
-            self.ended_s[learner.index] = self.now_s
             return
         place, steps = step % self._every, 1
         if self._exchange.called is None:
             steps = next((each for each in self._eventful_steps if each > place), self._every) - place
-        if self._stop_at is not None:
-            steps = min(steps, self._stop_at - step)
+            steps = min(steps, self.window - step % self.window)
         ends_s = self.now_s + steps * learner.step_s
         self._note(learner, "compute", self.now_s, ends_s)
         learner.core.step += steps - 1
@@ -222,7 +215,7 @@ class SimulatedRounds:
 
     def _notified(self, learner: SimulatedLearner, fragment: int, version: int) -> None:
         learner.notified[fragment] = version
-        if version > learner.received[fragment] and fragment not in learner.pulls:
+        if version > learner.core.received_versions[fragment] and fragment not in learner.pulls:
             learner.pulls.append(fragment)
             if len(learner.pulls) == 1:
                 self._request_next(learner)
@@ -232,7 +225,7 @@ class SimulatedRounds:
 
     def _answer(self, learner: SimulatedLearner, fragment: int) -> None:
         """Send the next version, or the newest one if the syncer has not kept that update."""
-        next_, newest = learner.received[fragment] + 1, self._syncer.fragments[fragment].version
+        next_, newest = learner.core.received_versions[fragment] + 1, self._syncer.fragments[fragment].version
         version = next_ if newest - next_ <= self._syncer.intervals_in_flight else newest
         number = self._network.send(self.now_s, learner.index, "down", self._exchange.down_bytes[fragment])
         self._in_transfer[number] = fragment, version
@@ -246,7 +239,6 @@ class SimulatedRounds:
             self._do(self._syncer.contributed(self.now_s, arrived))
             return
         fragment, version = arrived
-        learner.received[fragment] = version
         learner.pulls.popleft()
         if version < learner.notified[fragment]:  # requested again after the others, as the session does
             learner.pulls.append(fragment)
