@@ -219,7 +219,7 @@ def cost_usd(inputs: AdviceInputs, hours: float, up_bytes: float, down_bytes: fl
 
     The learners' upload is the syncer's download. All learners transfer about the same amount.
     """
-    syncer, places = inputs.site.syncer, inputs.site.places
+    syncer, places = inputs.site.syncer, [learner.place for learner in inputs.learners]
     num, seconds = len(places), 3600 * hours
     prices = [
         (syncer.price_up, down_bytes),
