@@ -38,7 +38,7 @@ class Prediction:
         period_steps: mean number of inner steps between two merges of one fragment; H where the network keeps up.
         stale_steps: mean number of inner steps between sending a fragment and adopting the answer.
         contributors: mean number of learners in a merge.
-        spans: activities of every simulated learner; empty: the simulation is not traced.
+        spans: activities of every simulated learner.
     """
 
     utilization: tuple[float, ...]
@@ -54,13 +54,7 @@ class Prediction:
 
 
 def predict(
-    network: Network,
-    step_s: Sequence[float],
-    exchange: ExchangePlan,
-    *,
-    num_steps: int | None = None,
-    copies: int = 1,
-    traced: bool = False,
+    network: Network, step_s: Sequence[float], exchange: ExchangePlan, *, num_steps: int | None = None, copies: int = 1
 ) -> Prediction:
     """Predict the steady state of a run, or its first `num_steps` steps.
 
@@ -70,11 +64,10 @@ def predict(
         exchange: schedule, sizes and the syncer's time.
         num_steps: length of the run, for scheduled rounds only; None: the steady state.
         copies: number of equal learners that each one represents.
-        traced: return the activities of every learner.
     """
     if exchange.called is not None:
-        return _called(SimulatedRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
-    simulation = SimulatedRounds(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+        return _called(SimulatedRounds(network, step_s, exchange, copies=copies), exchange)
+    simulation = SimulatedRounds(network, step_s, exchange, copies=copies, stop_at=num_steps)
     if num_steps is None:
         simulation.run(lambda: _is_settled(simulation))
         # In the steady state faster learners wait for the slowest.

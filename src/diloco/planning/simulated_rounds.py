@@ -77,27 +77,22 @@ class SimulatedRounds:
         step_s: duration of an inner step, of each learner.
         exchange: schedule, sizes and the syncer's time.
         copies: number of equal learners that each simulated one represents: they do the same at the same time.
-        traced: keep the activities of every learner.
         stop_at: the last step of every learner; None: none is.
 
     Attributes:
         window: `stop_at`, or else the inner steps after which the pattern of scheduled rounds may repeat: as many
             periods as an answer may take.
         left_s: by learner, times at which it continued from step 0, 1·window, 2·window, …, or completed `stop_at`.
+        spans: by learner, its activities.
         num_merges, num_contributions: rounds that were closed, and learners in them, copies included.
         stale_steps: inner steps since the last send, which an adoption overwrites, summed over all adoptions.
         num_adoptions: adoptions of all learners.
     """
 
     def __init__(
-        self,
-        network: Network,
-        step_s: Sequence[float],
-        exchange: ExchangePlan,
-        copies: int = 1,
-        traced: bool = False,
+        self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1,
         stop_at: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         schedule = exchange.schedule
         assert isinstance(schedule.sync_every, int)
         assert schedule.offsets is not None
@@ -107,7 +102,7 @@ class SimulatedRounds:
         self.left_s: list[list[float]] = [[] for _ in step_s]
         self.spans: list[list[Span]] = [[] for _ in step_s]
         self.num_merges = self.num_contributions = self.stale_steps = self.num_adoptions = 0
-        self._network, self._exchange, self._copies, self._traced = network, exchange, copies, traced
+        self._network, self._exchange, self._copies = network, exchange, copies
         self._every, self._stop_at = every, stop_at
         sends = {offset % every for offset in schedule.offsets}
         self._eventful_steps = sorted({0} | sends | {(place + tau) % every for place in sends})
@@ -149,7 +144,7 @@ class SimulatedRounds:
 
     def _note(self, learner: SimulatedLearner, kind: Kind, begin_s: float, end_s: float) -> None:
         """Add an activity to a learner's trace."""
-        if self._traced and end_s > begin_s:
+        if end_s > begin_s:
             self.spans[learner.index].append(Span(begin_s, end_s, kind))
 
     # --- learners -----------------------------------------------------------------------------------------------------
