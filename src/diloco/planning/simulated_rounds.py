@@ -32,9 +32,7 @@ from diloco.report.drawing import Kind, Span
 REPORT_EVERY_S = 0.05
 """Least time between two reports of steps by a learner whose rounds are called."""
 
-NO_DEADLINES = Deadlines(
-    lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
-)  # fmt: skip
+NO_DEADLINES = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
 
 
 @dataclass
