@@ -45,7 +45,7 @@ from diloco.core.outer import SGD, Nesterov, Outer
 from diloco.evaluation.exports import held_out_loss
 from diloco.evaluation.scores import Score
 from diloco.exchange.base import Exchange
-from diloco.planning.prediction import exchange_of
+from diloco.planning.exchange_plan import exchange_of
 from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.units import SIZE
 from diloco.planning.workload import PRESETS, Workload

@@ -35,7 +35,7 @@ from diloco.config import DataTable, ModelTable
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
-from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, training_line, write_task_files
+from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, SUMMANDS, brackets, is_held_out, write_task_files
 from diloco.evaluation.evaluate import held_out_text
 from diloco.evaluation.exports import Export, held_out_loss
 from diloco.evaluation.harness import Harness
@@ -88,6 +88,16 @@ def _sequence(kind: str, rng: random.Random) -> Tensor:
     while len(text) <= SEQUENCE:
         text += training_line(rng, kind)
     return torch.tensor(list(text[: SEQUENCE + 1].encode()))
+
+
+def training_line(rng: random.Random, kind: str) -> str:
+    """A line of training text for a task, "brackets" or "arithmetic", with its line end."""
+    if kind == "brackets":
+        return brackets(rng, rng.randint(4, 12)) + "\n"
+    while True:
+        a, b = rng.randrange(SUMMANDS), rng.randrange(SUMMANDS)
+        if not is_held_out(a, b):
+            return f"{a}+{b}={a + b}\n"
 
 
 def part_of(tokens: Tensor, learner: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from diloco.core.fragments import make_layout
 from diloco.core.presets import method_from_table
-from diloco.planning.discrete_events import Merging
+from diloco.planning.exchange_plan import Merging
 
 IMMEDIATELY = Merging()
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.core.quorum import Called
-from diloco.planning.discrete_events import ExchangePlan, Merging
+from diloco.planning.exchange_plan import ExchangePlan, Merging, exchange_of
 from diloco.planning.network import Network, Route
-from diloco.planning.prediction import Prediction, exchange_of, predict
+from diloco.planning.prediction import Prediction, predict
 from diloco.planning.settings import setting_for
 from diloco.planning.workload import Workload
 from studies.shaped_links.links import LEARNERS

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.__main__ import machine
 
-from diloco.planning.discrete_events import Merging
+from diloco.planning.exchange_plan import Merging
 from diloco.planning.graph import utilization
 from diloco.planning.settings import setting_for
 from studies.shaped_links import report

@@ -16,7 +16,7 @@ from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.planning.prediction import exchange_of
+from diloco.planning.exchange_plan import exchange_of
 from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.workload import load_workload
 

@@ -11,8 +11,8 @@ from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.bandwidth import SyncerLinkModel
-from diloco.planning.discrete_events import ExchangePlan, Merging
-from diloco.planning.prediction import exchange_of, predict, star_network
+from diloco.planning.exchange_plan import ExchangePlan, Merging, exchange_of
+from diloco.planning.prediction import predict, star_network
 from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.workload import PRESETS, Workload
 
@@ -106,7 +106,7 @@ def test_a_run_of_a_few_steps_begins_with_nothing_in_flight() -> None:
 
 def test_activities_fill_a_learners_time() -> None:
     network = star_network(2, 8e6, 8e6, latency_s=0.05)
-    found = predict(network, [0.2, 0.3], whole(), num_steps=40, traced=True)
+    found = predict(network, [0.2, 0.3], whole(), num_steps=40)
     for spans in found.spans:
         own = sorted((each.begin_s, each.end_s) for each in spans if each.kind in ("compute", "waiting"))
         assert own[0][0] == 0.0

@@ -14,9 +14,9 @@ from diloco.core.method import Method
 from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.discrete_events import ExchangePlan
+from diloco.planning.exchange_plan import ExchangePlan
 from diloco.planning.prediction import predict, star_network
-from diloco.planning.simulated_rounds import CalledRounds
+from diloco.planning.simulated_rounds import SimulatedRounds
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
@@ -105,8 +105,10 @@ def test_called_rounds_come_as_often_as_the_real_ones(
     quorum = Called(at_least=at_least, grace=0.8)
     method = diloco.DecoupledDiLoCo(sync_every=8, fragments=FRAGMENTS, codec="fp32", quorum=quorum)
     num, syncer = len(step_s), 2.5 * bit_per_s
-    star = CalledRounds(star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer), step_s, exchange_of(method))
-    star.run(lambda: star.learners[0].step == STEPS)
+    star = SimulatedRounds(
+        star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer), step_s, exchange_of(method)
+    )
+    star.run(lambda: star.learners[0].core.step == STEPS)
     took_s, versions = seen(method, step_s, bit_per_s, syncer)[0]
     assert took_s == pytest.approx(STEPS * step_s[0], rel=1e-9)  # learners never wait
-    assert sum(star.learners[0].adopted) == versions
+    assert sum(star.learners[0].core.versions) == versions

@@ -12,10 +12,10 @@ from diloco.cli._output import make_table, print_result
 from diloco.cli._signals import ending_by_signals
 from diloco.config import load_config
 from diloco.errors import ConfigError
+from diloco.evaluation.scores import ExportScores, Score, differences
 
 if TYPE_CHECKING:
     from diloco.evaluation.evaluate import EvaluationRequest
-    from diloco.evaluation.scores import ExportScores, Score
 
 
 def command(
@@ -108,9 +108,7 @@ def _follow(
             print_result(as_json, {**model.describe(), "results": scores.to_dict()["results"]}, f"{model}: {results}")
 
 
-def _plain(found: "list[ExportScores]") -> dict[str, object]:
-    from diloco.evaluation.scores import differences
-
+def _plain(found: list[ExportScores]) -> dict[str, object]:
     return {
         "exports": [each.to_dict() for each in found],
         "differences": [
@@ -121,10 +119,8 @@ def _plain(found: "list[ExportScores]") -> dict[str, object]:
     }
 
 
-def _show(found: "list[ExportScores]") -> None:
+def _show(found: list[ExportScores]) -> None:
     from rich.console import Console
-
-    from diloco.evaluation.scores import differences
 
     first, *others = found
     paired = {each.export: differences(each, first) for each in others}
@@ -148,7 +144,7 @@ def _show(found: "list[ExportScores]") -> None:
     console.print(" ".join(notes))
 
 
-def _gap(score: "Score | None") -> str:
+def _gap(score: Score | None) -> str:
     if score is None:
         return ""
     return f"{score.value:+.3f}" + ("" if score.high is None else f" ± {score.high - score.value:.3f}")

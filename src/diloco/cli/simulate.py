@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,13 +14,12 @@ from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table, print_result
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
-from diloco.planning.recorded_run import is_simulation, read_recorded_run
+from diloco.planning.recorded_run import RecordedLearner, is_simulation, read_recorded_run
 from diloco.planning.site import Site, load_site
 from diloco.report.frame import write_drawings
 
 if TYPE_CHECKING:
     from diloco.simulation.result import SimulationResult
-    from diloco.simulation.virtual_run import Scenario
 
 
 def command(
@@ -40,53 +39,44 @@ def command(
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
     config = load_config(run_file, overrides or ())
-    names, make_scenario = _scenario(config, None if site is None else load_site(site), recorded_run)
+    modelled = None if site is None else load_site(site)
+    recorded = None if recorded_run is None else read_recorded_run(recorded_run)
+    names = _names(config, modelled, recorded)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
     has_earlier = _has_earlier(directory, replace)
 
     import torch
 
-    from diloco.simulation.virtual_run import method_to_simulate, simulate
+    from diloco.simulation import virtual_run
     from diloco.training.progress import make_progress
 
-    method_to_simulate(configs)  # checks it before anything is removed
+    virtual_run.method_to_simulate(configs)  # checks it before anything is removed
     if has_earlier:
         shutil.rmtree(directory)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
-    done = simulate(configs, make_scenario(), directory, progress=progress)
+    if recorded is not None:
+        scenario = virtual_run.scenario_of_recorded_run(recorded, None if modelled is None else modelled.network())
+    else:
+        scenario = virtual_run.Scenario() if modelled is None else virtual_run.scenario_of_site(modelled, config)
+    done = virtual_run.simulate(configs, scenario, directory, progress=progress)
     (directory / "simulation.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
     page = directory / "simulation.html"
     _draw(done, page, config)
     print_result(as_json, done.to_dict(), lambda: _print(done, page))
 
 
-def _scenario(
-    config: RunConfig, site: Site | None, recorded_run: Path | None
-) -> "tuple[list[str], Callable[[], Scenario]]":
-    """The learners' names, and a function that makes the scenario; it imports torch, so call it after all checks."""
-    recorded = None if recorded_run is None else read_recorded_run(recorded_run)
-    if recorded is not None and site is not None and len(recorded) != len(site.names):
+def _names(config: RunConfig, site: Site | None, recorded: Sequence[RecordedLearner] | None) -> list[str]:
+    """The learners' names. Raises ConfigError where a recorded run and a site file differ in their number."""
+    if recorded is None:
+        return [f"learner-{shard}" for shard in range(config.run.learners)] if site is None else site.names
+    if site is not None and len(recorded) != len(site.names):
         raise ConfigError(
             f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; use equal numbers."
         )
-    if recorded is not None:
-        names = [each.name for each in recorded]
-    elif site is not None:
-        names = list(site.names)
-    else:
-        names = [f"learner-{shard}" for shard in range(config.run.learners)]
-
-    def make() -> "Scenario":
-        from diloco.simulation.virtual_run import Scenario, scenario_of_recorded_run, scenario_of_site
-
-        if recorded is not None:
-            return scenario_of_recorded_run(recorded, None if site is None else site.network())
-        return Scenario() if site is None else scenario_of_site(site, config)
-
-    return names, make
+    return [each.name for each in recorded]
 
 
 def _has_earlier(directory: Path, replace: bool) -> bool:

@@ -117,16 +117,6 @@ def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[
     return found
 
 
-def training_line(rng: random.Random, kind: str) -> str:
-    """A line of training text for a task, "brackets" or "arithmetic", with its line end."""
-    if kind == "brackets":
-        return brackets(rng, rng.randint(4, 12)) + "\n"
-    while True:
-        a, b = rng.randrange(SUMMANDS), rng.randrange(SUMMANDS)
-        if not is_held_out(a, b):
-            return f"{a}+{b}={a + b}\n"
-
-
 # --- files for lm-eval
 
 # JSON is valid YAML with all necessary quotes. A choice follows its context without a space.

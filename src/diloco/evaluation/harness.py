@@ -93,34 +93,26 @@ class Harness:
 
 
 def _results(found: Mapping[str, Any]) -> Iterator[TaskResult]:
-    samples, numbers = found["samples"], found["n-samples"]
+    """The result of each metric, with the values of single documents if the metric is their mean."""
     for task, measures in {**found["results"], **found.get("groups", {})}.items():
         for key, value in measures.items():
             metric, _, filter_name = key.partition(",")
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = measures.get(f"{metric}_stderr,{filter_name}")
             higher = found.get("higher_is_better", {}).get(task, {}).get(metric, True)
-            yield _result(
-                task, metric, "higher" if higher in (True, None) else "lower", float(value),
-                error if isinstance(error, float) and math.isfinite(error) else None,
-                [it for it in samples.get(task, ()) if it["filter"] == filter_name],
-                numbers.get(task, {}).get("effective", 0),
-            )  # fmt: skip
-
-
-def _result(
-    task: str, metric: str, better: str, value: float, error: float | None, samples: Sequence[Mapping[str, Any]],
-    num: int,
-) -> TaskResult:  # fmt: skip
-    """The result of a metric, with the values of single documents if the metric is their mean."""
-    values = [it.get(metric) for it in samples]
-    numbers = [float(each) for each in values if isinstance(each, int | float)]
-    if numbers and len(numbers) == len(values) and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9):
-        return TaskResult(
-            task, metric, better, Score.of(numbers), tuple(str(it["doc_hash"]) for it in samples), tuple(numbers)
-        )
-    return TaskResult(task, metric, better, Score.with_error(value, error, num or len(samples)))
+            better = "higher" if higher in (True, None) else "lower"
+            samples = [it for it in found["samples"].get(task, ()) if it["filter"] == filter_name]
+            values = [it.get(metric) for it in samples]
+            numbers = [float(each) for each in values if isinstance(each, int | float)]
+            is_mean = bool(numbers) and len(numbers) == len(values)
+            if is_mean and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9):
+                documents = tuple(str(it["doc_hash"]) for it in samples)
+                yield TaskResult(task, metric, better, Score.of(numbers), documents, tuple(numbers))
+                continue
+            error = measures.get(f"{metric}_stderr,{filter_name}")
+            known = error if isinstance(error, float) and math.isfinite(error) else None
+            num = found["n-samples"].get(task, {}).get("effective", 0) or len(samples)
+            yield TaskResult(task, metric, better, Score.with_error(float(value), known, num))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import ExchangePlan, Merging
+from diloco.planning.exchange_plan import ExchangePlan, Merging, exchange_of
 from diloco.planning.graph import utilization
-from diloco.planning.prediction import Prediction, exchange_of, predict, star_network
+from diloco.planning.prediction import Prediction, predict, star_network
 from diloco.planning.settings import Setting
 from diloco.planning.workload import Workload
 
@@ -88,14 +88,14 @@ class SyncerLinkModel:
         """What each learner sends and receives."""
         return exchange_of(self.workload, self.setting, self.merging)
 
-    def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
+    def predict(self, bit_per_s: float) -> Prediction:
         """Predict a run over links of `bit_per_s` up and down. Equal learners are simulated as one."""
         exchange, num = self.exchange, len(self.speeds)
         step_s = [self.workload.step_s / speed for speed in self.speeds]
         copies = num if len(set(step_s)) == 1 else 1
         syncer_bit_per_s = self.syncer_bit_per_s / copies
         network = star_network(num // copies, bit_per_s, bit_per_s, self.setting.latency_s, syncer_bit_per_s)
-        return predict(network, step_s[: num // copies], exchange, copies=copies, traced=traced)
+        return predict(network, step_s[: num // copies], exchange, copies=copies)
 
     def value(self, bit_per_s: float) -> float:
         """Return the mean utilisation; for decoupled learners the pace, H ÷ achieved H."""

@@ -169,8 +169,7 @@ class Execution:
 def run_utilization(pattern: Pattern, costs: Costs, num_steps: int) -> float:
     """Compute ÷ wall clock over the first `num_steps` steps, including the reductions that the next step waits for."""
     execution = Execution(pattern, costs)
-    for _ in range(num_steps):
-        execution.advance()
+    execution.advance_to(num_steps)
     return num_steps * costs.step_s / execution.ends_s()
 
 

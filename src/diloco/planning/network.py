@@ -84,6 +84,7 @@ class Network:
         self._num_sent = 0
         self._queues: dict[tuple[int, Direction], deque[Transfer]] = {}
         self._arriving: list[tuple[float, int, Transfer]] = []
+        self._next_end_s = math.inf
 
     def send(self, now_s: float, learner: int, direction: Direction, num_bytes: float) -> int:
         """Queue a transfer and return its number."""
@@ -113,8 +114,7 @@ class Network:
     @property
     def next_s(self) -> float:
         """Time at which the next transfer leaves its last link or arrives, if nothing is sent before."""
-        ends = min((queue[0].ended_s for queue in self._queues.values()), default=math.inf)
-        return min(ends, self._arriving[0][0] if self._arriving else math.inf)
+        return min(self._next_end_s, self._arriving[0][0] if self._arriving else math.inf)
 
     def arrived(self, now_s: float) -> list[Transfer]:
         """Return transfers that arrived since the last call, in order of arrival, then of sending."""
@@ -125,7 +125,7 @@ class Network:
         return found
 
     def _advance(self, to_s: float) -> None:
-        while (at := min((queue[0].ended_s for queue in self._queues.values()), default=math.inf)) <= to_s:
+        while (at := self._next_end_s) <= to_s:
             self._advance_active(at)
             following = []
             for key, queue in list(self._queues.items()):
@@ -159,25 +159,26 @@ class Network:
     def _share(self) -> None:
         """Set max-min fair rates: saturate the narrowest link, fix the rates of its transfers, repeat with the rest."""
         active = [queue[0] for queue in self._queues.values()]
-        rates = dict.fromkeys((each.number for each in active), math.inf)
-        used = {name for each in active for name in each.links}
-        left = {name: rate for name, rate in self._bit_per_s.items() if name in used and rate < math.inf}
-        waiting = {each.number: each for each in active if any(name in left for name in each.links)}
-        while waiting:
-            users: dict[str, list[int]] = {}
-            for each in waiting.values():
-                for name in each.links:
-                    if name in left:
-                        users.setdefault(name, []).append(each.number)
-            share, narrowest = min((left[name] / len(numbers), name) for name, numbers in users.items())
-            for number in users[narrowest]:
-                rates[number] = share
-                for name in waiting.pop(number).links:
-                    if name in left:
-                        left[name] = max(0.0, left[name] - share)
-            del left[narrowest]
+        rates: dict[int, float] = {}
+        users: dict[str, dict[int, Transfer]] = {}  # of each link that is not saturated yet
         for each in active:
-            rate = rates[each.number]
+            for name in each.links:
+                if self._bit_per_s[name] < math.inf:
+                    users.setdefault(name, {})[each.number] = each
+        left = {name: self._bit_per_s[name] for name in users}
+        while users:
+            share, narrowest = min((left[name] / len(of_link), name) for name, of_link in users.items())
+            for number, each in users.pop(narrowest).items():
+                rates[number] = share
+                for name in each.links:
+                    if number in users.get(name, ()):
+                        left[name] = max(0.0, left[name] - share)
+                        del users[name][number]
+                        if not users[name]:
+                            del users[name]
+        for each in active:
+            rate = rates.get(each.number, math.inf)
             if rate != each.rate_bit_per_s or math.isinf(each.ended_s):
                 each.rate_bit_per_s = rate
                 each.ended_s = self._now + max(0.0, each.left_bits) / rate
+        self._next_end_s = min((each.ended_s for each in active), default=math.inf)

@@ -27,7 +27,6 @@ LEARNERS = (1, 2, 4, 8)
 LOSSES: dict[float, list[float]] = {row["parameters"]: row["nats"] for row in PUBLISHED["losses"]}
 """By N: losses of data parallel, then of DiLoCo for each of `LEARNERS`. The smallest model is from this project's
 studies."""
-STUDY_PARAMETERS = min(LOSSES)
 
 BASE_EVERY, LONGEST_EVERY = 30, 1000
 PER_E_FOLD_PERCENT = 100 * math.log(1.029) / math.log(15.02) / math.log(1000 / 50)

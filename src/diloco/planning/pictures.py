@@ -126,7 +126,7 @@ def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
 
 def _syncer_spans(link_model: SyncerLinkModel, bit_per_s: float) -> Spans:
     """The last H steps of the slowest learner; one row if all learners are equal."""
-    prediction = link_model.predict(bit_per_s, traced=True)
+    prediction = link_model.predict(bit_per_s)
     of_learner = prediction.spans
     end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
     slowest = min(link_model.speeds)

@@ -12,15 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.core.codecs.formats import wire_format
-from diloco.core.quorum import Called
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import ExchangePlan, Merging
-from diloco.planning.graph import strided
+from diloco.planning.exchange_plan import ExchangePlan
 from diloco.planning.network import Network, Route
-from diloco.planning.settings import Setting
-from diloco.planning.simulated_rounds import CalledRounds, ScheduledRounds
-from diloco.planning.workload import Workload
+from diloco.planning.simulated_rounds import SimulatedRounds
 from diloco.report.drawing import Span
 
 SETTLED = 1e-9
@@ -43,7 +38,7 @@ class Prediction:
         period_steps: mean number of inner steps between two merges of one fragment; H where the network keeps up.
         stale_steps: mean number of inner steps between sending a fragment and adopting the answer.
         contributors: mean number of learners in a merge.
-        spans: activities of every simulated learner; empty: the simulation is not traced.
+        spans: activities of every simulated learner.
     """
 
     utilization: tuple[float, ...]
@@ -58,44 +53,8 @@ class Prediction:
         return sum(self.utilization) / len(self.utilization)
 
 
-def exchange_of(
-    workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
-) -> ExchangePlan:
-    """Return the exchange of a setting: strided fragments of equal layers; by default the codec down is the one up.
-
-    Experts that are apart are equal groups before the fragments of the trunk. A learner sends a group that it trains
-    and receives all: the bytes up of a group are its mean over learners that train equally many groups.
-    """
-    if setting.method == "data-parallel":
-        raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
-    up, down, experts = wire_format(setting.up), wire_format(setting.down or setting.up), setting.experts
-    layer_values = (workload.num_parameters - (workload.expert_parameters if experts else 0)) / workload.num_layers
-    sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
-    groups_up, groups_down = list[float](), list[float]()
-    if experts is not None:
-        group = round(workload.expert_parameters / experts.groups)
-        own = experts.codec and wire_format(experts.codec)
-        groups_up = [experts.trained_share * (own or up).encoded_bytes(group)] * experts.groups
-        groups_down = [float((own or down).encoded_bytes(group))] * experts.groups
-    if setting.method == "decoupled":
-        called = called or Called()
-    return ExchangePlan(
-        setting.schedule,
-        [*groups_up, *(up.encoded_bytes(n) for n in sizes)],
-        [*groups_down, *(down.encoded_bytes(n) for n in sizes)],
-        merging or Merging(),
-        called,
-    )
-
-
 def predict(
-    network: Network,
-    step_s: Sequence[float],
-    exchange: ExchangePlan,
-    *,
-    num_steps: int | None = None,
-    copies: int = 1,
-    traced: bool = False,
+    network: Network, step_s: Sequence[float], exchange: ExchangePlan, *, num_steps: int | None = None, copies: int = 1
 ) -> Prediction:
     """Predict the steady state of a run, or its first `num_steps` steps.
 
@@ -105,27 +64,24 @@ def predict(
         exchange: schedule, sizes and the syncer's time.
         num_steps: length of the run, for scheduled rounds only; None: the steady state.
         copies: number of equal learners that each one represents.
-        traced: return the activities of every learner.
     """
     if exchange.called is not None:
-        return _called(CalledRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
-    simulation = ScheduledRounds(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+        return _called(SimulatedRounds(network, step_s, exchange, copies=copies), exchange)
+    simulation = SimulatedRounds(network, step_s, exchange, copies=copies, stop_at=num_steps)
     if num_steps is None:
         simulation.run(lambda: _is_settled(simulation))
         # In the steady state faster learners wait for the slowest.
-        window_s = max(_window_s(simulation, i) for i in range(len(step_s)))
-        utilization = [simulation.window * seconds / window_s for seconds in step_s]
+        windows_s = [max(_window_s(simulation, i) for i in range(len(step_s)))] * len(step_s)
     else:
-        simulation.run(lambda: math.isfinite(max(simulation.ended_s)))
-        utilization = [
-            num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, simulation.ended_s, strict=True)
-        ]
+        simulation.run(lambda: min(map(len, simulation.left_s)) > 1)
+        windows_s = [ended_s for _, ended_s in simulation.left_s]
+    utilization = [simulation.window * each_s / all_s for each_s, all_s in zip(step_s, windows_s, strict=True)]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
     return Prediction(tuple(utilization), every, tau, len(step_s) * copies, simulation.spans)
 
 
-def _is_settled(simulation: ScheduledRounds) -> bool:
+def _is_settled(simulation: SimulatedRounds) -> bool:
     """Whether the last three windows of every learner took equally long, or enough windows were simulated."""
     if min(map(len, simulation.left_s)) > MAX_WINDOWS:
         return True
@@ -138,14 +94,14 @@ def _is_settled(simulation: ScheduledRounds) -> bool:
     return True
 
 
-def _window_s(simulation: ScheduledRounds, i: int) -> float:
+def _window_s(simulation: SimulatedRounds, i: int) -> float:
     """Duration of the last window; the mean of the later half of all windows where they never settled."""
     left_s = simulation.left_s[i]
     windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
     return (left_s[-1] - left_s[-1 - windows]) / windows
 
 
-def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
+def _called(simulation: SimulatedRounds, exchange: ExchangePlan) -> Prediction:
     every, num = exchange.schedule.sync_every, len(simulation.learners)
     per_interval = exchange.per_interval([1.0] * len(exchange.up_bytes))
     assert isinstance(every, int)
@@ -159,9 +115,9 @@ def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
         )
     until_s = CALLED_PERIODS * every * slowest_s
     skipped, measured = (round(rounds * intervals * per_interval) for rounds in CALLED_ROUNDS)
-    simulation.run(lambda: sum(simulation.num_merges) >= skipped or simulation.now_s >= until_s)
+    simulation.run(lambda: simulation.num_merges >= skipped or simulation.now_s >= until_s)
     before = _counts(simulation)
-    simulation.run(lambda: sum(simulation.num_merges) >= skipped + measured or simulation.now_s >= until_s)
+    simulation.run(lambda: simulation.num_merges >= skipped + measured or simulation.now_s >= until_s)
     steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(simulation), strict=True))
     return Prediction(
         (1.0,) * num,
@@ -172,9 +128,9 @@ def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
     )
 
 
-def _counts(simulation: CalledRounds) -> tuple[int, ...]:
+def _counts(simulation: SimulatedRounds) -> tuple[int, ...]:
     """Steps, merges, contributions, stale steps and adoptions so far."""
-    steps, merges = sum(learner.step for learner in simulation.learners), sum(simulation.num_merges)
+    steps, merges = sum(learner.core.step for learner in simulation.learners), simulation.num_merges
     return steps, merges, simulation.num_contributions, simulation.stale_steps, simulation.num_adoptions
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.discrete_events import ExchangePlan
+from diloco.planning.exchange_plan import ExchangePlan, exchange_of
 from diloco.planning.penalty import Penalty, PenaltyTerm, expected_penalty
-from diloco.planning.prediction import Prediction, exchange_of, predict
+from diloco.planning.prediction import Prediction, predict
 from diloco.planning.settings import Setting
 from diloco.planning.site import BudgetTable, Site, SiteLearner
 from diloco.planning.workload import Workload
@@ -219,7 +219,7 @@ def cost_usd(inputs: AdviceInputs, hours: float, up_bytes: float, down_bytes: fl
 
     The learners' upload is the syncer's download. All learners transfer about the same amount.
     """
-    syncer, places = inputs.site.syncer, inputs.site.places
+    syncer, places = inputs.site.syncer, [learner.place for learner in inputs.learners]
     num, seconds = len(places), 3600 * hours
     prices = [
         (syncer.price_up, down_bytes),

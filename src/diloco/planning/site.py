@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import Merging
+from diloco.planning.exchange_plan import Merging
 from diloco.planning.network import Network, Route
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.planning.workload import ModelSizeTable, Workload
@@ -210,20 +210,19 @@ class Site(Table):
     # --- derived values -----------------------------------------------------------------------------------------------
 
     @property
-    def places(self) -> list[SiteTable]:
-        """The site of each learner, in learner order."""
-        return [place for place in self.site for _ in range(place.learners)]
+    def _named_places(self) -> list[tuple[str, SiteTable]]:
+        """Name and site of each learner in order: the name of the site, numbered where it has several learners."""
+        numbered = ((place, i) for place in self.site for i in range(place.learners))
+        return [(place.name if place.learners == 1 else f"{place.name}-{i}", place) for place, i in numbered]
 
     @property
     def names(self) -> list[str]:
-        """Names of the learners in order: that of the site, numbered where it has several learners."""
-        numbered = ((place, i) for place in self.site for i in range(place.learners))
-        return [place.name if place.learners == 1 else f"{place.name}-{i}" for place, i in numbered]
+        """Names of the learners, in the order of the file."""
+        return [name for name, _ in self._named_places]
 
     def learners(self) -> list[SiteLearner]:
         """Return all learners, in the order of the file."""
-        named = zip(self.names, self.places, strict=True)
-        return [SiteLearner(name, place, self._step_s(place)) for name, place in named]
+        return [SiteLearner(name, place, self._step_s(place)) for name, place in self._named_places]
 
     def network(self) -> Network:
         """Return the links and each learner's route over them, for simulated transfers."""
@@ -267,8 +266,7 @@ class Site(Table):
 
     def _named(self, name: str) -> list[int]:
         """Indices of the learner of this name, or of all learners of the site of this name."""
-        learners = enumerate(zip(self.names, self.places, strict=True))
-        return [i for i, (own, place) in learners if name in (own, place.name)]
+        return [i for i, (own, place) in enumerate(self._named_places) if name in (own, place.name)]
 
     def _step_s(self, place: SiteTable) -> float:
         """6·N·D / (accelerators · peak · utilization): N parameters per token, D tokens of a learner."""
@@ -292,7 +290,7 @@ class Site(Table):
     def site_of(self, learner: str) -> int | None:
         """Return the index of a learner's site, or of the site of this name; None: unknown."""
         named = self._named(learner)
-        return self.site.index(self.places[named[0]]) if named else None
+        return self.site.index(self._named_places[named[0]][1]) if named else None
 
 
 def load_site(path: str | Path) -> Site:

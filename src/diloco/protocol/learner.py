@@ -170,7 +170,7 @@ class LearnerCore:
 
     def adoptions(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) to adopt at this boundary."""
-        versions = ((f, self._rounds.adoption(f, self.step)) for f in range(len(self.fragments)))
+        versions = ((f, self._rounds.adoption(f, self.step)) for f, work in enumerate(self.fragments) if work.received)
         return tuple((fragment, version) for fragment, version in versions if version is not None)
 
     def keeps_own(self, fragment: int, version: int) -> bool:

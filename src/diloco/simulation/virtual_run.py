@@ -209,13 +209,7 @@ class _Simulation:
         return self._scenario.step_s(index, 0) * config.train.global_batch / config.learner_batch
 
     def _record(self, kind: Kind, learner: int, began_s: float, ended_s: float) -> None:
-        """Record a span; adjacent spans of one kind are joined."""
-        spans = self._spans[learner]
-        for index in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
-            if spans[index].kind == kind and spans[index].end_s == began_s:
-                spans[index] = Span(spans[index].begin_s, ended_s, kind)
-                return
-        spans.append(Span(began_s, ended_s, kind))
+        self._spans[learner].append(Span(began_s, ended_s, kind))
 
     def _log_traffic(self, log: EventLog, result: SimulationResult) -> None:
         for name, summary in result.summaries.items():

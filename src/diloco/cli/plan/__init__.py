@@ -12,9 +12,5 @@ def plan() -> None:
     """Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch."""
 
 
-app.command("utilization")(utilization.command)
-app.command("goodput")(goodput.command)
-app.command("wallclock")(wallclock.command)
-app.command("scaling")(scaling.command)
-app.command("advise")(advise.command)
-app.command("measure")(measure.command)
+for module in (utilization, goodput, wallclock, scaling, advise, measure):
+    app.command(module.__name__.rpartition(".")[2])(module.command)

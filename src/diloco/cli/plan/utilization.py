@@ -12,7 +12,7 @@ from diloco.cli._options import PicturesPage, parse_list
 from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError
 from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
-from diloco.planning.discrete_events import Merging
+from diloco.planning.exchange_plan import Merging
 from diloco.planning.pictures import link_pictures
 from diloco.planning.published_tables import CONVENTIONS, PublishedRun, published_run
 from diloco.planning.settings import ExpertSetting, Setting, setting_for

@@ -186,7 +186,7 @@ class CalledSyncer(LateRounds):
             step_times = [each.step_s for each in ready if each.step_s]
             if step_times:
                 self.pace.measured(step_s=median(step_times))
-        return True
+        return any(self.clock > turns.turn - ROUNDING for turns in self._fragments if turns.begun is None)
 
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
         return tuple(
@@ -196,7 +196,8 @@ class CalledSyncer(LateRounds):
         )
 
     def ends(self, now: float) -> Sequence[float]:
-        decisions = (self.decision(now, fragment) for fragment in self.open_fragments())
+        calls = ((fragment, turns.call) for fragment, turns in enumerate(self._fragments))
+        decisions = (self.decision(now, f) for f, call in calls if call is not None and call.enough_at is not None)
         return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
 
     def was_suspended(self, seconds: float) -> None:
