@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ import diloco
 from benchmarks.processes import SyncerProcess, run_file, until
 from diloco.errors import ExchangeError
 from diloco.exchange.dialling import fetch_status
-from diloco.learner.timing import Histogram
+from diloco.learner.timing import BOUNDS_S
 
 RUN = "unequal"
 H, FRAGMENTS, TOKENS = 8, 3, 5
@@ -215,7 +216,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     exchange = diloco.connect(address, run=RUN, learner=name, initialise=initialise)
-    histogram, longest_s = Histogram(), 0.0
+    histogram, longest_s = {f"{bound:g}": 0 for bound in BOUNDS_S}, 0.0
     with diloco.Learner(model, optimizer, exchange=exchange) as learner:
         while not stop.is_set():
             ends_at = time.monotonic() + step_s
@@ -227,10 +228,10 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
             started = time.monotonic()
             learner.step(tokens=TOKENS)
             taken_s = time.monotonic() - started
-            histogram.add(taken_s)
+            histogram[f"{BOUNDS_S[bisect_left(BOUNDS_S, taken_s)]:g}"] += 1
             longest_s = max(longest_s, taken_s)
         metrics = learner.metrics()
-    print(json.dumps({**metrics, "step_histogram": histogram.as_dict(), "longest_step_s": longest_s}), flush=True)
+    print(json.dumps({**metrics, "step_histogram": histogram, "longest_step_s": longest_s}), flush=True)
 
 
 # - what is printed --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
+from diloco.run.ports import only_watching
 from diloco.store.copying import Copies, CopyPlan
 from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
@@ -49,7 +50,6 @@ from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.threads import Ticker
 from diloco.syncer.wire_bytes import WireBytes
-from diloco.watching import only_watching
 from diloco.whole_files import write_whole
 
 log = logging.getLogger("diloco.syncer")
