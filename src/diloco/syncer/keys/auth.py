@@ -67,7 +67,7 @@ class RevokedList:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._known: tuple[tuple[int, ...], Mapping[str, datetime]] | None = None
+        self._known: tuple[tuple[int, ...] | None, Mapping[str, datetime]] | None = None
         self.read()
 
     def read(self) -> Mapping[str, datetime]:
@@ -77,9 +77,8 @@ class RevokedList:
             ConfigError: the file cannot be read, or is invalid.
         """
         with self._lock:
-            if (seen := mark_of(self._path)) is None:
-                raise ConfigError(f"the list of revoked certificates {self._path} cannot be read; put it back.")
-            if self._known is None or self._known[0] != seen:
+            seen = mark_of(self._path)
+            if self._known is None or seen is None or self._known[0] != seen:
                 self._known = (seen, read_revoked(self._path))
             return self._known[1]
 
