@@ -90,8 +90,8 @@ def _headline(inputs: AdviceInputs) -> str:
     slowest = TIME.show(max(learner.step_s for learner in inputs.learners))
     return (
         f"{len(inputs.learners)} learner{'s' * (len(inputs.learners) > 1)}, {short(workload.num_parameters, 3)} "
-        f"parameters, {short(budget.tokens, 3)} tokens in {inputs.num_steps:,.0f} steps of {slowest} at the slowest; "
-        f"a loss penalty of up to {budget.loss_penalty_percent:g} % is allowed"
+        f"parameters, {short(budget.tokens, 3)} tokens in {inputs.num_steps:,.0f} steps of {slowest} at the slowest; a "
+        f"loss penalty of up to {budget.loss_penalty_percent:g} % is allowed"
     )
 
 
