@@ -20,6 +20,8 @@ from diloco.demo.bucket_server import CREDENTIALS, Application, read_body, servi
 
 CONTROL = "/-/faults"
 
+FaultKind = Literal["status", "lost", "late", "slow", "ignored"]
+
 
 @dataclass
 class Fault:
@@ -27,14 +29,14 @@ class Fault:
 
     Attributes:
         kind: "status": answered by `status` and not executed; "lost": executed, and the connection breaks without an
-            answer; "late": as lost, but executed only when `release` is called; "ignored": executed without its
-            conditions.
+            answer; "late": as lost, but executed only when `release` is called; "slow": answered only then; "ignored":
+            executed without its conditions.
         method, path: of the requests, as far as they begin and end with these.
         num: so many requests.
         status: for example 503.
     """
 
-    kind: Literal["status", "lost", "late", "ignored"]
+    kind: FaultKind
     method: str = "PUT"
     path: str = "manifest.json"
     num: int = 1
@@ -62,13 +64,13 @@ class BucketServer:
         """The URL of a store in the bucket. `endpoint`: a relay's."""
         return f"s3://{self._bucket}/{prefix}?endpoint={endpoint or self.endpoint}"
 
-    def fault(self, kind: Literal["status", "lost", "late", "ignored"], **more: Any) -> None:
+    def fault(self, kind: FaultKind, **more: Any) -> None:
         """Do this to requests from now on."""
         self._control("POST", json.dumps(asdict(Fault(kind, **more))).encode())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that `late` holds, or has yet to find."""
+        """Requests that wait for `release`."""
         return int(json.loads(self._control("GET"))["waiting"])
 
     @property
@@ -77,7 +79,7 @@ class BucketServer:
         return int(json.loads(self._control("GET"))["pending"])
 
     def release(self) -> None:
-        """Execute what `late` holds."""
+        """Execute the requests that wait."""
         self._control("DELETE")
 
     def pid(self) -> int:
@@ -114,7 +116,7 @@ class _Faulty:
         if fault is not None and fault.kind == "status":
             start(f"{fault.status} Fault", [("Content-Length", "0")])
             return []
-        if fault is not None and fault.kind == "late":
+        if fault is not None and fault.kind in ("late", "slow"):
             self._wait()
         if fault is not None and fault.kind == "ignored":
             for name in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"):

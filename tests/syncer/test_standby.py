@@ -420,7 +420,7 @@ def test_a_standby_takes_over_while_it_loads_the_model_that_it_is_to_hold(tmp_pa
         raw.initialise()
         raw.connection.close()
         pair.b.kill()
-        pair.server.fault("late", method="GET", path=pair.manifest().fragments[0][0].held)
+        pair.server.fault("slow", method="GET", path=pair.manifest().fragments[0][0].held)
         pair.b.start()
         until(lambda: pair.server.num_waiting == 1, "it does not load the model")
         pair.a.kill()
