@@ -37,7 +37,7 @@ import diloco
 from benchmarks.processes import SyncerProcess, until
 from diloco.errors import ExchangeError
 from diloco.exchange.dialling import fetch_status
-from diloco.learner.timing import Histogram
+from diloco.learner.timing import BOUNDS_S, bound_of
 
 RUN = "unequal"
 H, FRAGMENTS, TOKENS = 8, 3, 5
@@ -225,7 +225,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     exchange = diloco.connect(address, run=RUN, learner=name, initialise=initialise)
-    histogram, longest_s = Histogram(), 0.0
+    histogram, longest_s = dict.fromkeys(map(bound_of, BOUNDS_S), 0), 0.0
     with diloco.Learner(model, optimizer, exchange=exchange) as learner:
         while not stop.is_set():
             ends_at = time.monotonic() + step_s
@@ -237,10 +237,10 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
             started = time.monotonic()
             learner.step(tokens=TOKENS)
             taken_s = time.monotonic() - started
-            histogram.add(taken_s)
+            histogram[bound_of(taken_s)] += 1
             longest_s = max(longest_s, taken_s)
         metrics = learner.metrics()
-    print(json.dumps({**metrics, "step_histogram": histogram.as_dict(), "longest_step_s": longest_s}), flush=True)
+    print(json.dumps({**metrics, "step_histogram": histogram, "longest_step_s": longest_s}), flush=True)
 
 
 # - what is printed --------------------------------------------------------------------------------------------------
