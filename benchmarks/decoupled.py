@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -35,10 +34,10 @@ from rich.table import Table
 from torch import nn
 
 import diloco
-from benchmarks.processes import SyncerProcess, run_file, until
+from benchmarks.processes import SyncerProcess, until
 from diloco.errors import ExchangeError
 from diloco.exchange.dialling import fetch_status
-from diloco.learner.timing import BOUNDS_S
+from diloco.learner.timing import BOUNDS_S, bound_of
 
 RUN = "unequal"
 H, FRAGMENTS, TOKENS = 8, 3, 5
@@ -50,6 +49,18 @@ IN_THE_END = ("quick-1", "quick-2", "slow-1", "joiner")
 LIMIT_S = 120.0
 
 PRESETS = ("DecoupledDiLoCo", "StreamingDiLoCo", "DiLoCo")
+
+RUN_FILE = f"""
+[run]
+name = "{RUN}"
+tokens = 1_000_000
+[method]
+preset = "{{preset}}"
+sync_every = {H}
+fragments = {{{{type = "Balanced", num_fragments = {FRAGMENTS}}}}}
+[syncer]
+lost_floor_s = 2.0
+"""
 
 
 @dataclass(frozen=True)
@@ -82,9 +93,7 @@ def run(
         say: hears what happens.
     """
     with ExitStack() as stack:
-        fragments = {"type": "Balanced", "num_fragments": FRAGMENTS}
-        its = run_file(RUN, syncer={"lost_floor_s": 2.0}, preset=preset, sync_every=H, fragments=fragments)
-        syncer = SyncerProcess(directory, its)
+        syncer = SyncerProcess(directory, RUN_FILE.format(preset=preset))
         stack.callback(syncer.kill)
         learners = _Learners(directory, stack, step_s)
         watch = _Watch(syncer, learners)
@@ -216,7 +225,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     exchange = diloco.connect(address, run=RUN, learner=name, initialise=initialise)
-    histogram, longest_s = {f"{bound:g}": 0 for bound in BOUNDS_S}, 0.0
+    histogram, longest_s = dict.fromkeys(map(bound_of, BOUNDS_S), 0), 0.0
     with diloco.Learner(model, optimizer, exchange=exchange) as learner:
         while not stop.is_set():
             ends_at = time.monotonic() + step_s
@@ -228,7 +237,7 @@ def learn(address: str, name: str, step_s: float, initialise: bool) -> None:
             started = time.monotonic()
             learner.step(tokens=TOKENS)
             taken_s = time.monotonic() - started
-            histogram[f"{BOUNDS_S[bisect_left(BOUNDS_S, taken_s)]:g}"] += 1
+            histogram[bound_of(taken_s)] += 1
             longest_s = max(longest_s, taken_s)
         metrics = learner.metrics()
     print(json.dumps({**metrics, "step_histogram": histogram, "longest_step_s": longest_s}), flush=True)

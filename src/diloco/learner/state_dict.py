@@ -34,7 +34,7 @@ def learner_state(learner: LearnerDriver) -> dict[str, Any]:
     """
     try:
         learner.receive()
-        learner.wait_while(lambda: _unanswered(learner))
+        learner.wait_while(lambda: [it for it in learner.core.answers_on_their_way() if it not in learner.received])
     except (StoppedError, AuthError):
         learner.take_back()
     learner.read_routed()
@@ -164,10 +164,6 @@ def _has_gone_on(opened: StartingState, state: Mapping[str, Any]) -> bool:
     if any(now > saved for now, saved in zip(opened.versions, newest, strict=True)):
         return True
     return not state["exchange"] and tuple(newest) != opened.versions
-
-
-def _unanswered(learner: LearnerDriver) -> list[tuple[int, int]]:
-    return [answer for answer in learner.core.answers_on_their_way() if answer not in learner.received]
 
 
 def _arrived_out(arrived: Arrived) -> dict[str, Any]:

@@ -10,6 +10,11 @@ BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0, math.inf)
 """Of the times by which calls of `step` are counted."""
 
 
+def bound_of(seconds: float) -> str:
+    """The bound under which a time is counted, as in `Timing.histogram`."""
+    return f"{BOUNDS_S[bisect_left(BOUNDS_S, seconds)]:g}"
+
+
 class Timing:
     """Measures a learner's inner steps and the time in which it waits for updates.
 
@@ -29,7 +34,7 @@ class Timing:
         self.step_s: float | None = None
         self.blocked_s = 0.0
         self.num_blocked = 0
-        self.histogram = {f"{bound:g}": 0 for bound in BOUNDS_S}
+        self.histogram = dict.fromkeys(map(bound_of, BOUNDS_S), 0)
         self._blocked_before_s = 0.0
         self._ended_at: float | None = None
 
@@ -42,8 +47,7 @@ class Timing:
 
     def step_ends(self) -> None:
         """`Learner.step` returns."""
-        blocked_s = self.blocked_s - self._blocked_before_s
-        self.histogram[f"{BOUNDS_S[bisect_left(BOUNDS_S, blocked_s)]:g}"] += 1
+        self.histogram[bound_of(self.blocked_s - self._blocked_before_s)] += 1
         self._ended_at = self._now_s()
 
     def waited(self, seconds: float) -> None:

@@ -61,7 +61,8 @@ def pretrained_model(
     """
     vocab_size, tokenizer = vocabulary(config)
     built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=dtype)
     failed = "the run's model is not the one of [model]"
     advice = "export it with --raw, which writes the model of any loop as one safetensors file"
     with translated(LayoutError, LayoutError, failed, advice):
@@ -113,10 +114,6 @@ def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]
     if config.data.kind == "tokens" and directory is None:
         return config.data.vocab_size or BYTE_VOCABULARY, None
     return BYTE_VOCABULARY, byte_tokenizer(config.data.sequence_length)
-
-
-def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    return next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
 
 
 @contextmanager
