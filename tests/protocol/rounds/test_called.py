@@ -174,6 +174,20 @@ def test_the_grace_window_stays_open_for_its_measured_length() -> None:
     assert contributors(merge) == ["a", "b"]
 
 
+@pytest.mark.parametrize(("at", "step_s"), [(10.5, 0.1), (11.2, 2.0)])
+def test_a_heartbeat_closes_a_grace_window_that_it_shortens_or_finds_over(at: float, step_s: float) -> None:
+    """The next wake-up is no more that of the window, which is over."""
+    run = Run(method(Called(at_least=1, grace=0.5, grace_cap_s=100.0), overlap=3))
+    rounds(run).pace = Pace(step_s=2.0, quorum_s=1.0, sync_s=1.0)
+    run.step("abc", 4, step_s=2.0)
+    run.now = 10.0
+    run.send("a")
+    assert run.core.decision(at, 0) != run.core.decision(10.0, 0)
+    run.now = at
+    found = [action for each in 3 * "bc" for action in run.step(each, step_s=step_s)]
+    assert [contributors(action) for action in found] == [["a"]]
+
+
 def test_a_round_closes_at_once_when_all_live_learners_have_answered() -> None:
     run = Run(method(Called(at_least=1, grace=1.0)))
     run.step("abc", 4)

@@ -186,7 +186,13 @@ class CalledSyncer(LateRounds):
             step_times = [each.step_s for each in ready if each.step_s]
             if step_times:
                 self.pace.measured(step_s=median(step_times))
-        return any(self.clock > turns.turn - ROUNDING for turns in self._fragments if turns.begun is None)
+        return any(map(self._is_due, self._fragments))
+
+    def _is_due(self, turns: _Turns) -> bool:
+        """Whether progress alone may call the fragment, or end its grace window, which the pace shortens."""
+        if turns.call is not None:
+            return turns.call.enough_at is not None
+        return turns.begun is None and self.clock > turns.turn - ROUNDING
 
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
         return tuple(
