@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from diloco.core.adopt import ADOPTIONS, Adopt, Mix, Replace
+from diloco.core.adopt import ADOPTIONS, Adopt, Eager, KeepDisplacement, Mix, Replace
 from diloco.errors import ConfigError
 
 
@@ -49,6 +49,8 @@ def test_only_what_overwrites_discards_the_overlap() -> None:
     assert not Mix(0.0).keeps_pending
     assert Mix(0.5).keeps_pending
     assert Mix(1.0).keeps_pending
+    assert KeepDisplacement().keeps_pending
+    assert Eager().keeps_pending
 
 
 @pytest.mark.parametrize("adopt", [Replace(), Mix(0.5)], ids=str)

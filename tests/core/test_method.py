@@ -138,6 +138,9 @@ def test_codecs_may_differ_by_direction() -> None:
         assert (method.up, method.down) == (Int4(), FP32())
     with pytest.raises(ConfigError, match="unknown codec direction 'upp'; did you mean 'up'"):
         DiLoCo(codec={"upp": "int4"})
+    for wrong in ([], ["int4"], ("int4", "fp32", "fp32")):
+        with pytest.raises(ConfigError, match="name one codec for both directions, or two: up and down"):
+            DiLoCo(codec=wrong)
 
 
 def test_the_presets_keywords_are_the_methods_fields() -> None:

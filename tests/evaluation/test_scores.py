@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from studies.tasks import training_line
 
 from diloco.errors import ConfigError
 from diloco.evaluation import builtin_tasks as docs
@@ -93,6 +94,14 @@ def test_the_right_choice_is_right_and_as_long_as_the_others() -> None:
         assert document.text + document.choices[document.answer] in TEXT
         assert len(document.text) <= 60
         assert len({len(choice) for choice in document.choices}) == 1
+
+
+def test_no_sum_that_is_asked_for_is_trained() -> None:
+    rng = random.Random(0)
+    for _ in range(3000):
+        a, b = map(int, training_line(rng, "arithmetic").partition("=")[0].split("+"))
+        assert not docs.is_held_out(a, b)
+        assert not docs.is_held_out(b, a)
 
 
 def test_a_fifth_of_the_sums_is_asked_for() -> None:

@@ -44,7 +44,7 @@ COMMANDS = {
     "follow": "Keep a copy of a run's newest model in a folder, from its syncer or its store.",
     "evaluate": "Evaluate exports, or each version of a run: held-out loss and task scores, with intervals.",
     "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",
-    "plan": "Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch.",
+    "plan": "Plan a run before training: utilisation, hours, bytes, money and failures, in seconds and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
     "tokenize": "Make token shards of the texts that RUN_FILE describes; continues after an interruption.",
     "methods": "List the methods with their resolved values and the papers they come from.",

@@ -311,5 +311,7 @@ def _codecs(codec: Any) -> tuple[Codec, Codec]:
     if isinstance(codec, Mapping):
         check_keys(codec, ["up", "down"], "codec direction")
         codec = (codec.get("up", "fp32"), codec.get("down", "fp32"))
-    up, down = codec if isinstance(codec, (tuple, list)) else (codec, codec)
-    return tuple(c if isinstance(c, Codec) else codec_from_name(c) for c in (up, down))  # type: ignore[return-value]
+    both = codec if isinstance(codec, (tuple, list)) else (codec, codec)
+    if len(both) != 2:
+        raise ConfigError(f"codec is {codec!r}; name one codec for both directions, or two: up and down.")
+    return tuple(c if isinstance(c, Codec) else codec_from_name(c) for c in both)  # type: ignore[return-value]

@@ -9,7 +9,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def plan() -> None:
-    """Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch."""
+    """Plan a run before training: utilisation, hours, bytes, money and failures, in seconds and without torch."""
 
 
 for module in (utilization, goodput, wallclock, scaling, advise, measure):
