@@ -56,12 +56,13 @@ class StormWire:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
+        goes_on = id(call) in self._of  # also an upload of no bytes
         connection = self._dial(call)
         if connection is None:
             self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
             return
 
-        is_heartbeat = isinstance(call, requests.Beat | requests.Watch) or num_bytes > 0
+        is_heartbeat = isinstance(call, requests.Beat | requests.Watch) or goes_on
 
         def arrives() -> None:
             if self._storm.now_s < (until_s := self._storm.asleep_until_s(connection.address)):

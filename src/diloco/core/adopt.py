@@ -25,13 +25,13 @@ class Adopt(Choice):
     """Whether `adopt` needs `origin`, the parameters as they were when they were last sent or adopted."""
 
     @property
+    @abstractmethod
     def keeps_pending(self) -> bool:
         """Whether work done between sending and adopting survives.
 
         If so, its tokens stay pending and count in the next contribution; if not, they are discarded
         (reason "overlap").
         """
-        return True
 
     @abstractmethod
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
@@ -89,6 +89,10 @@ class KeepDisplacement(Adopt):
 
     needs_origin: ClassVar[bool] = True
 
+    @property
+    def keeps_pending(self) -> bool:
+        return True
+
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         assert origin is not None
         return local.sub(origin).add_(global_)
@@ -101,6 +105,10 @@ class Eager(Adopt):
     Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` gives
     Δ̃_m; the result of the step is adopted unchanged.
     """
+
+    @property
+    def keeps_pending(self) -> bool:
+        return True
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         return global_

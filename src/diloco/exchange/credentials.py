@@ -183,10 +183,14 @@ class _Tls:
         return received
 
     def _done(self, action: Callable[[], Any]) -> Any:
+        ends_at = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 return action()
             except ssl.SSLWantReadError:
+                if (left_s := ends_at - time.monotonic()) <= 0:
+                    raise TimeoutError from None
+                self._plain.settimeout(left_s)
                 self._plain.sendall(self._to_send.read())
                 if received := self._plain.recv(1 << 16):
                     self._received.write(received)
