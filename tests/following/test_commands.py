@@ -81,6 +81,7 @@ def test_a_write_that_fails_leaves_the_copy_before(tmp_path: Path) -> None:
         model = newest_model(tmp_path / "state", run=RUN)
         with pytest.raises(StoreError, match="cannot keep a copy in .*No space left on device"):
             FollowedFolder(folder, RUN, fail).update(model)
+        assert [path.name for path in tmp_path.glob(".served*")] == [".served.1-0"]
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [0, 0]
         assert FollowedFolder(folder, RUN, write).update(model)
         assert sorted(path.name for path in tmp_path.glob(".served*")) == [".served.1-0", ".served.1-1"]
@@ -139,6 +140,7 @@ def test_the_status_and_the_page_of_a_run_without_its_syncer(
     for arguments, words, code in (
         ((state, "--run", RUN), "reads the run without its syncer; drop the run file, --address, --run", 2),
         ((tmp_path / "none",), "there is no run in", 2),
+        ((tmp_path / ("n" * 300),), "could not be opened (File name too long", 1),
     ):
         assert words in said(capsys, "status", "--store", *arguments, code=code)
 
@@ -265,6 +267,7 @@ def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_wrong_use_of_evaluate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
+        ((tmp_path, "--text", "x", "--report-to", "127.0.0.1:1"), "--report-to has no effect without --follow"),
         (("--text", tmp_path / "text.txt"), "give either exports, or a run with --follow SOURCE"),
         ((tmp_path, "--follow", "127.0.0.1:1", "--tasks", "x"), "give either exports, or a run with --follow SOURCE"),
         (("--follow", "127.0.0.1:1", "--tasks", "x"), "give --run RUN_FILE"),

@@ -248,8 +248,14 @@ def test_what_cannot_be_copied_is_said(tmp_path: Path) -> None:
         copied(tmp_path / "claimed", tmp_path / "copy")
     make_run(tmp_path / "run")
     refused(tmp_path / "run", tmp_path / "run", "cannot be copied to itself", ConfigError)
-    with pytest.raises(ConfigError, match="nonsense://there is not the URL of a bucket"):
-        copied(tmp_path / "run", "nonsense://there")
+    (tmp_path / "link").symlink_to("run")
+    state = contents(tmp_path / "run")
+    for same in (f"{tmp_path}/./run", tmp_path / "link"):
+        refused(tmp_path / "run", same, "cannot be copied to itself", ConfigError)
+    assert contents(tmp_path / "run") == state
+    for url in ("nonsense://there", "s3:/bucket/run", "file:/tmp/run"):
+        with pytest.raises(ConfigError, match=f"{url} is not the URL of a bucket"):
+            copied(tmp_path / "run", url)
 
 
 def test_a_swap_of_another_writer_refuses_the_copy(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.store.small_run import flip, make_run
 from tests.syncer.runs import PATIENT, RUN, LearnerThreads, Raw, layout, method, start, train
 from tests.syncer.test_lineage import syncer_versions
 
+from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Copied, CopyRefused, Event
 from diloco.store.copying import CopyPlan, copy
@@ -49,6 +50,23 @@ def test_a_syncer_copies_on_its_own_and_a_place_that_refuses_ends_nothing(tmp_pa
             until(partial(has_several, tmp_path / "state" / "events.jsonl", kind, 4), "no such event")
     with start(tmp_path / "copies", method()) as syncer:
         assert syncer.driver.ask(lambda driver: driver.state.versions) == (0, 0)
+
+
+def test_copies_to_the_store_itself_are_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "link").symlink_to("state")
+    for place in (tmp_path / "state", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="copy_to = .* is the store of the run itself; name another place"):
+            start(tmp_path, method(), copies=CopyPlan(str(place), 0.05))
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_the_store_may_be_named_as_the_state_directory_is_not(tmp_path: Path) -> None:
+    """It is locked once."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "link").symlink_to("state")
+    with start(tmp_path, method(), store=str(tmp_path / "link")) as syncer:
+        assert syncer.standing == "serving"
 
 
 def has_several(log: Path, kind: type[Event], number: int) -> bool:

@@ -45,6 +45,18 @@ def test_every_line_of_the_process_has_one_format_and_the_last_says_what_is_save
     assert f"stopped; saved in {tmp_path / 'syncer'}: no model yet" in lines[-1]
 
 
+def test_a_stop_while_the_store_refuses_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="diloco.syncer")
+    with start(tmp_path, method()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.connection.close()
+        (tmp_path / "state" / ".tmp-manifest.json").mkdir()  # where the next manifest is written
+    said = caplog.messages[-1]
+    assert re.match(r"stopped; .*/state does not answer, so it may lack what is newer .*: versions \[0, 0\]", said)
+    assert not any("saved in" in each for each in caplog.messages)
+
+
 def test_it_says_who_joined_what_was_merged_and_who_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="diloco.syncer")
     with start(tmp_path, method()) as syncer:

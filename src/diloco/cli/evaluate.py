@@ -61,6 +61,8 @@ def command(
         raise ConfigError("--text and --run are two sources of held-out data; choose one")
     if overrides and run is None:
         raise ConfigError("--set has no effect without --run; drop it")
+    if report_to is not None and source is None:
+        raise ConfigError("--report-to has no effect without --follow; drop it")
     if not (tasks or text or run):
         raise ConfigError("nothing to evaluate; give --tasks NAME,NAME, --text FILE or --run RUN_FILE")
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]

@@ -82,10 +82,13 @@ class FollowedFolder:
             parent.mkdir(parents=True, exist_ok=True)
             for path in (partial, new):
                 shutil.rmtree(path, ignore_errors=True)
-            self._write(model.state_dict(), partial)
-            (partial / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
-            _sync(partial)
-            partial.replace(new)
+            try:
+                self._write(model.state_dict(), partial)
+                (partial / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+                _sync(partial)
+                partial.replace(new)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
             before = self._folder.resolve() if self._folder.is_symlink() else None
             if before is None and self._folder.is_dir():
                 self._folder.rmdir()

@@ -29,6 +29,7 @@ from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.run.objects import Found, Readable
+from diloco.store.directory import Directory
 from diloco.store.objects import is_url, open_store
 
 log = logging.getLogger("diloco")
@@ -177,6 +178,7 @@ def open_source(
         return RunSource(SyncerSource(text, run, keys=keys, insecure=insecure), patience_s)
     if keys is not None or insecure:
         raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")
-    if not is_url(text) and not Path(text).is_dir():
+    store = open_store(text)
+    if isinstance(store, Directory) and not store.path.is_dir():
         raise ConfigError(f"there is no store in {text}; give a directory, a bucket's URL or a syncer's host:port.")
-    return RunSource(open_store(text), patience_s)
+    return RunSource(store, patience_s)

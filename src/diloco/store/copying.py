@@ -98,8 +98,10 @@ def _whole_names(target: Objects, manifest: Manifest, before: Manifest) -> set[s
 
 def _require_follows(manifest: Manifest, before: Manifest, source: Objects, target: Objects) -> None:
     """Raise StoreError unless `before`, which the target holds, may be replaced by a copy of `manifest`."""
-    if source.name == target.name:
-        raise ConfigError(f"{source.name} cannot be copied to itself; name another place.")
+    if before == manifest:  # by whatever path or URL: a copy has a later epoch
+        raise ConfigError(
+            f"{source.name} cannot be copied to itself ({target.name} has the same manifest); name another place."
+        )
     if (before.run, before.run_id) not in ((manifest.run, ""), (manifest.run, manifest.run_id)):
         raise StoreError(
             f"{target.name} holds another run ({before.run!r}, id {before.run_id or 'none'}) than {source.name} "

@@ -72,8 +72,9 @@ class Directory(AbstractContextManager["Directory"]):
         self._swapping = threading.Lock()
         self._making = threading.Lock()  # directories of epochs
         self._unsynced: set[Path] = set()  # directories with new names
-        _require_format(self.path)
-        is_new = not self.path.exists()
+        with self._mapped("opened"):
+            _require_format(self.path)
+            is_new = not self.path.exists()
         self._lock = lock_directory(self.path) if lock else None
         if lock:
             with self._mapped("opened"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError, StoreError
@@ -46,8 +48,15 @@ def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Dir
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this is the place of a bucket, and not of a directory."""
-    return "://" in str(place)
+    """Whether this is the place of a bucket, and not of a directory; also with a slash too few, which no bucket has."""
+    return re.match(r"(?!unix:)\w+:/", str(place)) is not None
+
+
+def is_same(place: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether these are one store, by whatever paths."""
+    if is_url(place) or is_url(other):
+        return str(place) == str(other)
+    return Path(place).resolve() == Path(other).resolve()
 
 
 def read_manifest(objects: Readable) -> Manifest:

@@ -32,7 +32,7 @@ from diloco.run.ports import only_watching
 from diloco.store.copying import Copies, CopyPlan
 from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
-from diloco.store.objects import is_url, open_store, require_manifest
+from diloco.store.objects import is_same, is_url, open_store, require_manifest
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
@@ -183,7 +183,7 @@ class Syncer:
     def _open_store(self, opened: ExitStack) -> None:
         """Open the place of the run's objects, and lock the state directory."""
         options = self._options
-        if options.store is not None and Path(options.store) != options.state_dir:
+        if options.store is not None and not is_same(options.store, options.state_dir):
             opened.enter_context(lock_directory(options.state_dir))
         self._objects = open_store(options.place, lock=True)
         if isinstance(self._objects, Directory):
@@ -352,7 +352,11 @@ class Syncer:
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             versions = self.versions()
             saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
-            log.info("stopped; saved in %s: %s", self._objects.name, saved)
+            if hosted.store_status()["is_refusing"]:
+                lacks = "so it may lack what is newer than these versions, and learners keep that"
+                log.warning("stopped; %s does not answer, %s: %s", self._objects.name, lacks, saved)
+            else:
+                log.info("stopped; saved in %s: %s", self._objects.name, saved)
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         if self.page is not None:
@@ -406,7 +410,10 @@ class Syncer:
 
 
 def _check_store(method: Method, options: Options) -> None:
-    """Raise ConfigError for a standby without a bucket; warn of a method that a bucket slows down."""
+    """Raise ConfigError for a standby without a bucket, or copies to the store itself; warn of a method that a bucket
+    slows down."""
+    if options.copies is not None and is_same(options.copies.place, options.place):
+        raise ConfigError(f"copy_to = {options.copies.place} is the store of the run itself; name another place.")
     if not is_url(options.place):
         if options.standby:
             raise ConfigError(
