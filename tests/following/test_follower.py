@@ -23,7 +23,7 @@ import diloco
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.shards import Segments
 from diloco.demo.bucket_server import CREDENTIALS
-from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, UnknownRunError
+from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, StoreError, UnknownRunError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.transfers import Receiver
@@ -314,6 +314,17 @@ def run_in(
     url = bucket.url(tmp_path.name)
     with published_run(tmp_path, method, store=url, width=width) as run:
         yield run, url
+
+
+def test_a_store_that_has_never_answered_is_not_waited_for(
+    bucket: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be misnamed."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    nobody = bucket.url("run", "http://127.0.0.1:1")  # nothing listens there
+    with follow(nobody, run=RUN) as follower, pytest.raises(StoreError, match="check the bucket, its endpoint"):
+        next(follower)
 
 
 def hide_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

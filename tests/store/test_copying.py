@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -280,18 +281,37 @@ def test_a_swap_of_another_writer_refuses_the_copy(tmp_path: Path) -> None:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def run_copies(plan: CopyPlan, source: Objects, log: Path, kind: type[Copied | CopyRefused]) -> Any:
-    """The first event of a kind."""
+def run_copies(
+    plan: CopyPlan, source: Objects, log: Path, kind: type[Copied | CopyRefused], standings: Iterable[bool] = ()
+) -> Any:
+    """The first event of a kind. `standings`: whether the process serves the run at each time; then it does."""
+    serves = itertools.chain(standings, itertools.repeat(True))
 
     def found() -> list[Any]:
         return [each for each in read_events(log) if isinstance(each, kind)] if log.exists() else []
 
     with EventLog(log, who="syncer") as events:
         copies = Copies(plan, source, events)
-        copies.start()
+        copies.start(lambda: next(serves))
         until(found, f"no {kind.__name__}")
         copies.close()
     return found()[0]
+
+
+def test_a_process_that_waits_copies_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    asked: list[int] = []
+
+    def standing() -> Iterator[bool]:
+        for number in range(3):
+            assert not (tmp_path / "copy").exists()
+            asked.append(number)
+            yield False
+
+    with Directory(tmp_path / "run") as source:
+        plan = CopyPlan(str(tmp_path / "copy"), 0.01)
+        run_copies(plan, source, tmp_path / "events.jsonl", Copied, standing())
+    assert asked == [0, 1, 2]
 
 
 def test_a_schedule_copies_and_goes_on_after_a_refusal(tmp_path: Path) -> None:

@@ -269,7 +269,8 @@ def follow(
         every: versions of fragments between two models, at least. With P fragments, P of them change a whole model.
         callback: called with each model on a thread of its own; `Follower.wait` waits for its end and raises its error.
         poll_s: pause between two looks for a newer version.
-        patience_s: how long the source may not answer before its error is raised; None: without limit.
+        patience_s: how long the source may not answer before its error is raised; None: without limit. That of a store
+            that has never answered is raised at once.
 
     Raises:
         ConfigError: an argument is invalid. StoreError: the store is of another format.

@@ -110,7 +110,8 @@ class RunSource:
 
     Arguments:
         place: a store, served or not, or a syncer.
-        patience_s: after so long its error is raised; None: no limit.
+        patience_s: after so long its error is raised; None: no limit. At once where a store has never answered: it may
+            be misnamed, or the credentials wrong.
 
     Once it is being closed, calls that fail raise StoppedError.
     """
@@ -119,10 +120,13 @@ class RunSource:
         self.name = place.name
         self._closing = threading.Event()
         self._place, self._patience_s = place, patience_s
+        self._has_answered = isinstance(place, SyncerSource)
 
     def manifest(self) -> Found | None:
         """As `Readable`."""
-        return until_answered(self._place.manifest, self._closing, self._patience_s)
+        found = until_answered(self._place.manifest, self._closing, self._patience_s if self._has_answered else 0.0)
+        self._has_answered = True
+        return found
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         """As `Readable`."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -22,9 +22,6 @@ from diloco.planning.network import Network, Route
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.planning.workload import ModelSizeTable, Workload
 from diloco.tables import Table, nearest, read_text, read_toml, validate
-
-if TYPE_CHECKING:
-    from tomlkit.items import Table as TomlTable
 
 
 def _given_as(quantity: Quantity, *, positive: bool = False) -> BeforeValidator:
@@ -362,7 +359,7 @@ def _extended(
     return tomlkit.dumps(document) if text else tomlkit.dumps(document).lstrip()
 
 
-def _set_apart(values: Mapping[str, Any]) -> "TomlTable":
+def _set_apart(values: Mapping[str, Any]) -> Any:
     """Return a table that is preceded by an empty line."""
     import tomlkit
 

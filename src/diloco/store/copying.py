@@ -143,10 +143,14 @@ class Copies:
         open_store(plan.place)
         self._plan, self._source, self._events = plan, source, events_log
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="syncer-copy", daemon=True)
 
-    def start(self) -> None:
-        """Start. The first copy is due `every_s` after the one in the place, whichever process made that."""
+    def start(self, serves: Callable[[], bool]) -> None:
+        """Start. The first copy is due `every_s` after the one in the place, whichever process made that.
+
+        Arguments:
+            serves: whether this process serves the run; it copies nothing while another one does.
+        """
+        self._thread = threading.Thread(target=self._run, args=(serves,), name="syncer-copy", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -154,18 +158,15 @@ class Copies:
         self._is_closing.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        wait_s = self._first_in_s()
-        while not self._is_closing.wait(wait_s):
-            self._copy()
-            wait_s = self._plan.every_s
-
-    def _first_in_s(self) -> float:
-        try:
+    def _run(self, serves: Callable[[], bool]) -> None:
+        copied_at = None
+        with suppress(DilocoError):  # there is none yet; or the first copy reports it
             copied_at = read_manifest(open_store(self._plan.place)).copied_at
-        except DilocoError:  # there is none yet; or the first copy reports it
-            copied_at = None
-        return due_in_s(copied_at, time.time(), self._plan.every_s)
+        wait_s = due_in_s(copied_at, time.time(), self._plan.every_s)
+        while not self._is_closing.wait(wait_s):
+            if serves():
+                self._copy()
+            wait_s = self._plan.every_s
 
     def _copy(self) -> None:
         started, place = time.monotonic(), self._plan.place

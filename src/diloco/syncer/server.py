@@ -176,7 +176,7 @@ class Syncer:
             )
         )  # fmt: skip
         if self._copies is not None:
-            self._copies.start()
+            self._copies.start(lambda: self.standing == "serving")
         self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
         self._standing.start()
 
@@ -404,8 +404,7 @@ class Syncer:
     def _append_traffic(self) -> None:
         self._metrics.set_bytes(self._wire_bytes.totals())
         for learner, kinds in sorted(self._wire_bytes.by_learner().items()):
-            sent = {kind: it["sent"] for kind, it in kinds.items() if "sent" in it}
-            received = {kind: it["received"] for kind, it in kinds.items() if "received" in it}
+            sent, received = ({kind: it[to] for kind, it in kinds.items() if to in it} for to in ("sent", "received"))
             self._events.append(events.Traffic(learner=learner, sent_bytes=sent, received_bytes=received))
 
 
