@@ -17,6 +17,7 @@ from benchmarks.processes import until
 from tests.bucket_server import BucketServer
 from tests.store.small_run import SmallRun
 
+import diloco
 from diloco.cli import main
 from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import ConfigError, DilocoError, MissingObjectError, StoreError, SwapRefusedError
@@ -27,6 +28,7 @@ from diloco.store import directory as directory_module
 from diloco.store.bucket import PART_BYTES, Bucket
 from diloco.store.directory import Directory
 from diloco.store.objects import open_store, opened
+from diloco.syncer.server import Options, Syncer
 
 
 @pytest.fixture(scope="module")
@@ -339,3 +341,15 @@ def test_a_syncer_refuses_a_directory_that_is_served_or_on_a_network_and_changes
     said = refusal(str(store), tmp_path, capsys)
     assert re.search(r"network file system \(nfs\).*use a directory on a disk of this machine, or a bucket", said)
     assert contents(Directory(store, lock=False)) == before
+
+
+@pytest.mark.parametrize(("sync_every", "place"), [(1, "bucket"), (100, "bucket"), (1, "directory")])
+def test_a_method_that_waits_for_answers_more_often_than_a_bucket_swaps_is_told_so(
+    sync_every: int, place: str, bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bucket.name if place == "bucket" else None
+    options = Options("127.0.0.1:0", tmp_path / "state", store=store)
+    with Syncer("tiny", diloco.DiLoCo(sync_every=sync_every), options):
+        pass
+    is_told = "learners wait for an answer every 1 steps, and a bucket publishes at most once a second" in caplog.text
+    assert is_told == (sync_every == 1 and place == "bucket")
