@@ -43,10 +43,14 @@ class Writes(Generic[H, P]):
 
     Arguments:
         every_s: the shortest time between the beginnings of two commits.
+
+    Attributes:
+        is_stopping: what learners ask for from now on is left to the driver that serves the run next.
     """
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
+        self.is_stopping = False
         self._not_before_s = -math.inf
         self._num_putting = 0
         self._versions: list[tuple[MergedRound[H, P], float]] = []
@@ -65,7 +69,7 @@ class Writes(Generic[H, P]):
 
     def record(self, then: Then | None = None) -> None:
         """The run's record is to be made durable. `then`: called once it is."""
-        self._wants_record = True
+        self._wants_record |= not self.is_stopping
         if then is not None:
             self._then.append(then)
 
@@ -159,7 +163,6 @@ class ActionExecutor(Generic[H, S, P]):
         self._num_closing = 0
         self._num_standings = 0
         self._data_news = (0, 0)  # passes done, and units that were returned
-        self._is_stopping = False
 
     def execute(self, actions: Sequence[Action]) -> None:
         """Execute the actions of an event, and begin the next commit that is due."""
@@ -194,7 +197,7 @@ class ActionExecutor(Generic[H, S, P]):
 
     def stop(self) -> None:
         """Close no more rounds: the driver that serves the run next gets their contributions again."""
-        self._is_stopping = True
+        self.writes.is_stopping = True
 
     @property
     def is_busy(self) -> bool:
@@ -204,7 +207,7 @@ class ActionExecutor(Generic[H, S, P]):
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _close(self, action: MergeRound) -> None:
-        if self._is_stopping:
+        if self.writes.is_stopping:
             return
         self._num_closing += 1
         slots = [self.uploads.take(c) for c in action.contributions]
