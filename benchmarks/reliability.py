@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability_page import page
+from benchmarks.reliability_page import STORMS, page
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md"
@@ -91,7 +91,7 @@ def failed_again(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The storms that have failed, run again: `tried` and `failed`, by seed."""
     tried, failed = list[int](), list[int]()
     for each in results:
-        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "standby", "goes_back") if each[kind]]
+        kinds = [f"--{kind.replace('_', '-')}" for kind in STORMS if each.get(kind)]
         for text in each["failed"]:
             seed = text.removeprefix("seed ").partition(":")[0]
             tried.append(int(seed))
@@ -130,7 +130,7 @@ def main() -> None:
         case "soak":
             keep("soak", chaos("--soak", "--hours", chosen.which, *more), measured)
         case "storms":
-            kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
+            kinds = "".join(f"-{kind}" for kind in (it.replace("_", "-") for it in STORMS) if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
             keep(name, _output("tests.storms", chosen.which, "--json", *more), measured)
         case "again":

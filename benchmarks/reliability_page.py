@@ -205,13 +205,22 @@ def _again(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
     )
 
 
+STORMS = {
+    "leased": "leased data",
+    "standby": "two syncers",
+    "goes_back": "a run that goes back",
+    "steered": "an operator's orders",
+    "parts": "parts of a mixture",
+}
+"""Of storms, by their names in results."""
+
+
 def _seeds_that_failed(runs: Sequence[dict[str, Any]]) -> list[int]:
     return sorted(int(text.removeprefix("seed ").partition(":")[0]) for run in runs for text in run["failed"])
 
 
 def _seeds(run: dict[str, Any]) -> str:
-    kinds = {"leased": "leased data", "standby": "two syncers", "goes_back": "a run that goes back"}
-    named = [f", {kind}" for key, kind in kinds.items() if run[key]]
+    named = [f", {words}" for kind, words in STORMS.items() if run.get(kind)]
     return f"{run['first']} to {run['first'] + run['storms'] - 1}{''.join(named)}"
 
 

@@ -56,7 +56,8 @@ class Process:
         self._rules = plan.rules_of(learner.index)
         self._is_waiting = self._is_leaving = self._is_starved = self._is_held = self._stays = False
         self._settled_with: tuple[int, ...] | None = None  # the versions when it was told that the run has ended
-        self._must_end_with: tuple[int, ...] | None = None  # the first of them when all had taken their steps
+        self._must_end_with: tuple[int, ...] | None = None  # the first of them when all had taken their steps, and
+        self._told_by: object = None  # the driver that said so: one that is started again may merge late work
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
@@ -176,8 +177,9 @@ class Process:
             case Settled(is_settled=is_settled):
                 held = tuple(each.version for each in self.client.held if each is not None)
                 self._settled_with = held if is_settled else None
-                if is_settled and all(learner.is_at_end for learner in self._storm.learners):
-                    self._must_end_with = self._must_end_with or held
+                is_end = is_settled and all(learner.is_at_end for learner in self._storm.learners)
+                if is_end and self._told_by is not self._storm.driver:
+                    self._told_by, self._must_end_with = self._storm.driver, held
             case Rejection(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)

@@ -197,7 +197,8 @@ class Standing:
         order: ascending for one process of the syncer: of two that overtook each other, the higher is the newer.
         paused: no round is merged, and learners take no steps.
         at_least: the fewest learners that a round is merged with, if an operator has set it; 0: as in the method.
-        settled: all learners have finished, and nothing is left to merge: `versions` are final unless one joins.
+        settled: all learners have finished, and nothing is left to merge: `versions` are final unless one joins, or the
+            syncer is started again, which may call for late work once more.
         budget: of the run.
     """
 
