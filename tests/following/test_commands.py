@@ -47,6 +47,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) 
     return printed.err if code else printed.out
 
 
+TENSORS = "tensors"
+"""The form of a copy for a run's name."""
+
+
 def write(state: dict[str, torch.Tensor], out: Path) -> None:
     write_tensors(state, RUN, out / "model.safetensors")
 
@@ -58,7 +62,7 @@ def test_the_folder_has_the_newest_version_whole(tmp_path: Path, capsys: pytest.
             value = json.loads(said(capsys, "follow", place, "--run", RUN, "--into", folder, "--once", "--json"))
             assert (value["number"], value["written"]) == (number, True)
             model = newest_model(state, run=RUN)
-            assert json.loads((folder / DESCRIPTION).read_bytes()) == model.describe()
+            assert json.loads((folder / DESCRIPTION).read_bytes()) == {**model.describe(), "form": TENSORS}
             tensors = load_file(folder / "model.safetensors")
             assert all(torch.equal(tensors[name], each) for name, each in model.state_dict().items())
             run.publish(0)
@@ -76,14 +80,14 @@ def test_a_write_that_fails_leaves_the_copy_before(tmp_path: Path) -> None:
 
     folder = tmp_path / "served"
     with published_run(tmp_path, METHODS["4 bits"]) as run:
-        assert FollowedFolder(folder, RUN, write).update(newest_model(tmp_path / "state", run=RUN))
+        assert FollowedFolder(folder, RUN, TENSORS, write).update(newest_model(tmp_path / "state", run=RUN))
         run.publish(0)
         model = newest_model(tmp_path / "state", run=RUN)
         with pytest.raises(StoreError, match="cannot keep a copy in .*No space left on device"):
-            FollowedFolder(folder, RUN, fail).update(model)
+            FollowedFolder(folder, RUN, TENSORS, fail).update(model)
         assert [path.name for path in tmp_path.glob(".served*")] == [".served.1-0"]
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [0, 0]
-        assert FollowedFolder(folder, RUN, write).update(model)
+        assert FollowedFolder(folder, RUN, TENSORS, write).update(model)
         assert sorted(path.name for path in tmp_path.glob(".served*")) == [".served.1-0", ".served.1-1"]
 
 
@@ -92,13 +96,14 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path, capsys: pytest.Capture
     folder.mkdir()
     with published_run(tmp_path, METHODS["4 bits"]):
         model = newest_model(tmp_path / "state", run=RUN)
-        assert FollowedFolder(folder, RUN, write).update(model)  # an empty one is taken
+        assert FollowedFolder(folder, RUN, TENSORS, write).update(model)  # an empty one is taken
         other = tmp_path / "other"
         other.mkdir()
         (other / "notes.txt").write_text("mine")
-        for taken, run in ((other, RUN), (folder, "another"), (other / "notes.txt", RUN)):
+        taken_by = ((other, RUN, TENSORS), (folder, "another", TENSORS), (folder, RUN, "a checkpoint"))
+        for taken, run, form in (*taken_by, (other / "notes.txt", RUN, TENSORS)):
             with pytest.raises(ConfigError, match="is not empty, and not a copy of the run") as refused:
-                FollowedFolder(taken, run, write)
+                FollowedFolder(taken, run, form, write)
             assert "\n" not in str(refused.value)
         assert (other / "notes.txt").read_text() == "mine"
         arguments = ("follow", tmp_path / "state", "--run", RUN, "--into")

@@ -36,7 +36,7 @@ def command(
     from diloco.following.follower import follow, newest_model
 
     name, config = named_run(run)
-    folder = FollowedFolder(into, name, _writer(name, config))
+    folder = FollowedFolder(into, name, "tensors" if config is None else "a checkpoint", _writer(name, config))
 
     def show(model: "FollowedModel") -> None:
         is_new = folder.update(model)

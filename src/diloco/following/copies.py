@@ -25,7 +25,7 @@ from diloco.following.follower import FollowedModel
 from diloco.whole_files import hidden_name, remove_leftovers, sync_directory, whole_file
 
 DESCRIPTION = "followed.json"
-"""In each copy: `FollowedModel.describe`. It marks a directory as one that may be replaced."""
+"""In each copy: `FollowedModel.describe`, and its form. It marks a directory as one that may be replaced."""
 
 Writer = Callable[[dict[str, Tensor], Path], object]
 """Writes a model into a directory that does not exist."""
@@ -35,15 +35,16 @@ class FollowedFolder:
     """Keeps the newest model of a run in a folder.
 
     Arguments:
-        folder: absent, empty, or such a folder of the same run.
+        folder: absent, empty, or such a folder of the same run and form.
+        form: a name of what `write` writes.
         write: writes a model.
 
     Raises:
         ConfigError: the folder holds something else. StoreError: it cannot be read.
     """
 
-    def __init__(self, folder: Path, run: str, write: Writer) -> None:
-        self._folder, self._run, self._write = folder.absolute(), run, write
+    def __init__(self, folder: Path, run: str, form: str, write: Writer) -> None:
+        self._folder, self._run, self._form, self._write = folder.absolute(), run, form, write
         with self._mapped():
             self._description = self._read()
             if self._folder.parent.is_dir():
@@ -55,13 +56,13 @@ class FollowedFolder:
             return {}
         try:
             found: dict[str, Any] = json.loads((self._folder / DESCRIPTION).read_bytes())
-            if self._folder.is_symlink() and found["run"] == self._run:
+            if self._folder.is_symlink() and (found["run"], found["form"]) == (self._run, self._form):
                 return found
         except (OSError, *MALFORMED):
             pass
         raise ConfigError(
-            f"{self._folder} is not empty, and not a copy of the run {self._run} that `diloco follow` keeps; choose "
-            "another folder."
+            f"{self._folder} is not empty, and not a copy of the run {self._run} that `diloco follow` keeps as "
+            f"{self._form}; choose another folder."
         )
 
     def _has_files(self) -> bool:
@@ -73,7 +74,7 @@ class FollowedFolder:
         Raises:
             StoreError: the disk refuses; the copy before is unchanged.
         """
-        description = model.describe()
+        description = {**model.describe(), "form": self._form}
         if self._description.get("digests") == description["digests"]:
             return False
         parent, name = self._folder.parent, self._folder.name
