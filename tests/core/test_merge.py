@@ -270,19 +270,19 @@ def said(learner: str, base: int = 5, tensors: tuple[int, ...] | None = None) ->
 def test_contributions_of_one_learner_become_one() -> None:
     payloads = encoded(FP32(), 4, 3)
     late, fresh = said("b", base=2, tensors=(0, 1)), said("b", base=4, tensors=(1, 2))
-    one, two, three = encoded_of([said("a"), late, fresh, said("c", base=4)], [1.0, 2.0, 3.0], payloads, 5, ())
+    places = tuple(Placement(TensorSpec(name, (1,), "float32"), at) for at, name in enumerate("xyz"))
+    one, two, three = encoded_of([said("a"), late, fresh, said("c", base=4)], [1.0, 2.0, 3.0], payloads, 5, places)
     assert [(each.learner, each.weight, each.staleness) for each in (one, two, three)] == [
         ("a", 1.0, 0),
         ("b", 2.0, 3),
         ("c", 3.0, 1),
     ]
     assert [each.tensors for each in (one, two, three)] == [None, frozenset({0, 1, 2}), None]
+    assert (one.parts, two.parts) == ((), (frozenset({0, 1}), frozenset({1, 2})))
     assert two.payloads[0] is payloads[1]
     assert two.payloads[1] is payloads[2]
-    with pytest.raises(
-        ConfigError, match="4 contributions of 3 learners need as many payloads and weights, not 4 and 4"
-    ):
-        encoded_of([said("a"), said("b"), said("b"), said("c")], [1.0] * 4, payloads, 7, ())
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        encoded_of([said("a"), said("b"), said("b"), said("c")], [1.0] * 4, payloads, 7, places)
 
 
 def test_weights() -> None:

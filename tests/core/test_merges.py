@@ -107,6 +107,19 @@ def test_late_and_fresh_work_of_one_learner_is_added(how: Merge) -> None:
 
 
 @pytest.mark.parametrize("how", ALL, ids=str)
+def test_a_learner_that_trains_other_tensors_than_before_brings_of_each_payload_what_it_trained(how: Merge) -> None:
+    one, two, other = vectors(3)
+    codec = FP32()
+    late = [
+        Encoded("a", (codec.encode(one), codec.encode(two)), 1.0, parts=(frozenset({0, 2, 3}), None)),
+        Encoded("b", (codec.encode(other),), 1.0),
+    ]
+    trained = one.clone()
+    trained[PLACES[1].elements] = 0.0
+    assert torch.equal(merged_vector(how, codec, late, PLACES, NUM), merge(how, [trained + two, other]))
+
+
+@pytest.mark.parametrize("how", ALL, ids=str)
 def test_a_tensor_counts_those_who_train_it(how: Merge) -> None:
     values = vectors(3)
     contributions = encoded(values)

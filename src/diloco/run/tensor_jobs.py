@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from diloco.core.layout import Layout, Placement
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.weights import shares_of
-from diloco.errors import ConfigError, PayloadError
+from diloco.errors import PayloadError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import InitialModel, MergedRound
@@ -98,35 +99,30 @@ def encoded_of(
 
     `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in.
     `places`: of the fragment, or of the shard that the payloads are of; `tensors`: the indices of the shard's tensors
-    in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
+    in the fragment (`shard_of`).
     """
-    num_learners = len({each.learner for each in contributions})
-    if len(weights) != num_learners or len(payloads) != len(contributions):
-        raise ConfigError(
-            f"{len(contributions)} contributions of {num_learners} learners need as many payloads and weights,"
-            f" not {len(payloads)} and {len(weights)}."
-        )
     of_learners: dict[str, list[tuple[Contribution, Tensor]]] = {}
     for contribution, payload in zip(contributions, payloads, strict=True):
         of_learners.setdefault(contribution.learner, []).append((contribution, payload))
-    encoded = []
+    encoded, here = [], tensors or range(len(places))
     for (learner, own), weight in zip(of_learners.items(), weights, strict=True):
-        trained = [each.tensors for each, _ in own]
-        indices = {index for each in trained if each is not None for index in each}
-        if tensors is not None:
-            indices = {index - tensors.start for index in indices if index in tensors}
+        trained = [
+            None if each.tensors is None else frozenset(index - here.start for index in each.tensors if index in here)
+            for each, _ in own
+        ]
+        sent = [number for number, (each, _) in enumerate(own) if not each.is_empty]
         encoded.append(
             Encoded(
                 learner,
-                tuple(payload for each, payload in own if not each.is_empty),
+                tuple(own[number][1] for number in sent),
                 weight,
                 max(round_ - each.base for each, _ in own),
-                None if None in trained else frozenset(indices),
+                None if None in trained else frozenset(chain.from_iterable(each or () for each in trained)),
+                parts=tuple(trained[number] for number in sent) if len(set(trained)) > 1 else (),
             )
         )
     if any(each.routed is None for each in contributions if each.tensors != ()):
         return encoded
-    here = tensors or range(len(places))
     tokens = [sum(each.tokens for each, _ in own) for own in of_learners.values()]
     routed = [[sum(each.routed[i] for each, _ in own if each.routed) for i in here] for own in of_learners.values()]
     shares = shares_of(tokens, routed, [each.tensors for each in encoded], [p.spec.is_averaged for p in places])

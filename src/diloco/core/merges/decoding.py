@@ -41,6 +41,7 @@ class Encoded:
         tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
         shares: by tensor of `places`, the factor of the weight in the merge of that tensor (`weights.shares_of`);
             None: 1 for all.
+        parts: as `tensors`, for each payload, where they differ: the learner has come back to train others.
     """
 
     learner: str
@@ -49,6 +50,7 @@ class Encoded:
     staleness: int = 0
     tensors: frozenset[int] | None = None
     shares: tuple[float, ...] | None = None
+    parts: tuple[frozenset[int] | None, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -144,9 +146,13 @@ class Decoder:
         contribution = self.contributions[index]
         if not contribution.payloads:
             return out.zero_()
-        self._decode(contribution, contribution.payloads[0][span], out)
-        for payload in contribution.payloads[1:]:
-            out.add_(self._decode(contribution, payload[span], self._take("late", run)))
+        for number, payload in enumerate(contribution.payloads):
+            part = self._decode(contribution, payload[span], self._take("late", run) if number else out)
+            if contribution.parts and (trained := contribution.parts[number]) is not None:
+                for elements, tensor in within(run, [(each.elements, i) for i, each in enumerate(self.places)]):
+                    part[elements].mul_(tensor in trained)
+            if number:
+                out.add_(part)
         return out
 
     def shared_runs(self) -> Iterator[tuple[slice, list[Tensor]]]:
