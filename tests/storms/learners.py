@@ -177,7 +177,7 @@ class Process:
             case Settled(is_settled=is_settled):
                 held = tuple(each.version for each in self.client.held if each is not None)
                 self._settled_with = held if is_settled else None
-                is_end = is_settled and all(learner.is_at_end for learner in self._storm.learners)
+                is_end = is_settled and all(learner.has_finished for learner in self._storm.learners)
                 if is_end and self._told_by is not self._storm.driver:
                     self._told_by, self._must_end_with = self._storm.driver, held
             case Rejection(fragment=fragment, number=number, reason=reason):
@@ -238,10 +238,10 @@ class Process:
     def _go_on(self) -> None:
         """Take the next inner step, or leave."""
         assert self.core is not None
-        if self.core.step >= self._storm.plan.steps:
+        if self._stays or self.core.step >= self._storm.plan.steps:
             self._report(finished=True)
             self._learner.finished(self)
-            self._stays = self._storm.draws.of(f"{self.name} stays", (False, True))
+            self._stays = self._stays or self._storm.draws.of(f"{self.name} stays", (False, True))
             if not self._stays:
                 self.is_alive, self._is_leaving = False, True
                 self.client.leave()
@@ -395,11 +395,6 @@ class LearnerProcess:
             if each.is_alive:
                 return each
         return self.processes[-1] if self.processes else None
-
-    @property
-    def is_at_end(self) -> bool:
-        """It has taken all its steps. One that was evicted after that, and joins again, takes the last ones again."""
-        return self.has_finished and (self.core is None or self.core.step >= self.storm.plan.steps)
 
     @property
     def waits_for_others(self) -> bool:

@@ -89,8 +89,10 @@ class Progress:
             contributors, members = core.rounds.roster(fragment)
             at_least = self._quorum.at_least
             needed = at_least if isinstance(self._quorum, AllLive) else num_needed(at_least, members)
-            self._moves(fragment, version if len(contributors) >= needed else None)
-            self._rises(fragment, version, running)
+            is_made = core.fragments[fragment].phase != "open"  # the next version, which has to become durable too
+            self._moves(fragment, version if is_made or len(contributors) >= needed else None)
+            if not is_made:
+                self._rises(fragment, version, running)
         storm.accounts.check_confirmed(core, storm.now_s, storm.quiet_s, tuple(running))
         self.check_members()
 
