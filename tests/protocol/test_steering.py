@@ -68,9 +68,11 @@ def test_a_learner_that_is_not_there_can_only_be_banned() -> None:
 
 def test_a_drained_learner_contributes_once_more_and_does_not_come_back() -> None:
     run = Run("a", "b")
-    assert only(Tell, steer(run.core, "drain", "b")) == Tell(("a", "b"))
-    assert drained(run.core) == {"b"}
-    run.restart(2.0, run.record(2.0))
+    assert Tell not in map(type, steer(run.core, "drain", "b"))
+    assert drained(run.core) == set()
+    written, actions = record(run.core)
+    assert (actions, drained(run.core)) == ([Tell(("a", "b"))], {"b"})  # once it is durable
+    run.restart(2.0, written)
     assert drained(run.core) == {"b"}
     run.send(2.0, "a", 0)
     assert only(MergeRound, run.send(2.0, "b", 0)).members == {"a", "b"}
@@ -84,6 +86,7 @@ def test_a_run_that_is_ended_drains_all_merges_what_they_send_and_admits_none() 
     run = Run("a", "b")
     steer(run.core, "pause")
     steer(run.core, "end", reason="the paper is out")
+    record(run.core)
     assert drained(run.core) == {"a", "b"}
     run.send(2.0, "a", 0)
     only(MergeRound, run.send(2.0, "b", 0))
@@ -92,6 +95,7 @@ def test_a_run_that_is_ended_drains_all_merges_what_they_send_and_admits_none() 
     with pytest.raises(DrainedError, match="the run was ended by alice: the paper is out; no learner may join until"):
         run.core.joined(5.0, "c")
     steer(run.core, "resume")
+    record(run.core)
     assert drained(run.core) == set()
     assert run.core.joined(5.0, "c")[0] == 1
 
@@ -101,6 +105,7 @@ def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
     for learner in "abcd":
         core.joined(0.0, learner)
     steer(core, "drain", "a")
+    record(core)
     assert drained(core) == {"a"}
     core.heartbeat(1.0, "b", 1, Report(step=4, steps=4, tokens=4, step_s=1.0))
     assert drained(core) == {"a", "c", "d"}
@@ -112,12 +117,15 @@ def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
 def test_no_round_is_merged_while_the_run_is_paused() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
-    assert kinds(steer(run.core, "pause", reason="power cut at noon")) == ["Tell", "PersistRecord", "WakeAt"]
+    assert kinds(steer(run.core, "pause", reason="power cut at noon")) == ["PersistRecord", "WakeAt"]
+    assert not run.core.standing("a").paused
+    assert record(run.core)[1] == [Tell(("a", "b"))]
     assert run.core.standing("a").paused
     assert MergeRound not in map(type, run.send(2.0, "b", 0))
     assert run.reason(2.0) == "paused by alice: power cut at noon"
     actions = steer(run.core, "resume", now=9.0)
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a", "b"]
+    assert record(run.core)[1] == [Tell(("a", "b"))]
     assert not run.core.standing("a").paused
 
 
@@ -216,6 +224,7 @@ def test_a_lower_quorum_lets_a_round_go_that_lacks_learners() -> None:
     run.send(2.0, "a", 0)
     assert run.reason(2.0) == "1 of at least 2 learners have contributed"
     only(MergeRound, steer(run.core, "quorum", at_least=1))
+    record(run.core)
     assert run.core.standing("a").at_least == 1
 
 

@@ -48,7 +48,7 @@ class SyncerCore:
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         leases: of the units of the run's data.
-        steering: the operator's orders that are in force.
+        steering: the operator's orders; learners hear of those in the newest durable record.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
         is_settled: as `Standing.settled`.
@@ -66,7 +66,7 @@ class SyncerCore:
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))
         self.leases = Leases(len(self.fragments))
-        self.steering = Steering()
+        self.steering, self._told, self._saving = Steering(), Steering(), Steering()
         self.rounds = HALVES[type(rules.quorum)].syncer(rules.quorum, self)
         self.is_settled = False
         self._serial = 0
@@ -85,6 +85,7 @@ class SyncerCore:
         """
         self._serial += 1
         self._wants_record = False
+        self._saving = Steering.restored(self.steering.saved())
         steps = [state.step for state in self.fragments]
         decided: list[Decided] = []
         for fragment in storing:
@@ -127,6 +128,7 @@ class SyncerCore:
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.rounds.restore(values["rounds"])
         self.steering, self._paused_at = Steering.restored(values["steering"]), now
+        self._told = Steering.restored(values["steering"])
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         """The state of the run for a member's own checkpoint, as plain values (JSON); `records.rewound` restores it."""
@@ -347,14 +349,17 @@ class SyncerCore:
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:
-        """The record with this serial number is durable: send its verdicts to their learners."""
-        learners = sorted(self.accounting.recorded(serial) & self.members.keys())
+        """The record with this serial number is durable: send its verdicts, and orders, to their learners."""
+        with_verdicts, has_orders = self.accounting.recorded(serial), self._told != self._saving
+        self._told = self._saving
+        learners = sorted(each for each in self.members if has_orders or each in with_verdicts)
         return [Tell(tuple(learners))] if learners else []
 
     # --- an operator --------------------------------------------------------------------------------------------------
 
     def steer(self, now: float, order: Order, by: str) -> tuple[str, list[Action]]:
-        """An order of the operator `by`; returns its effect in a sentence. It is in force once a record is durable.
+        """An order of the operator `by`; returns its effect in a sentence. Learners hear of it once a record with it is
+        durable.
 
         Raises:
             ConfigError: the order cannot be executed.
@@ -364,15 +369,14 @@ class SyncerCore:
         said = self.steering.take(
             order, by, list(self.members), present, self.pool, one_at_a_time=self.rules.one_at_a_time
         )
-        actions: list[Action] = []
-        if order.what == "evict" and order.learner in self.members:
-            actions += self._evict(order.learner, f"evicted {order.given(by)}", replaced=False)
+        is_evicted = order.what == "evict" and order.learner in self.members
+        evicts = self._evict(order.learner, f"evicted {order.given(by)}", replaced=False) if is_evicted else []
         if self.steering.paused is not None and not was_paused:
             self._paused_at = now
         elif was_paused and self.steering.paused is None:
             self._resume(now)
         self._wants_record = True
-        return said, [*actions, Tell(tuple(sorted(self.members))), *self._look_again(now)]
+        return said, [*evicts, *self._look_again(now)]
 
     def _resume(self, now: float) -> None:
         """Resume after a pause; its time counts for no round and no learner."""
@@ -412,7 +416,7 @@ class SyncerCore:
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
             self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
-            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0, settled=self.is_settled,
+            paused=self._told.paused is not None, at_least=self._told.at_least or 0, settled=self.is_settled,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -441,8 +445,9 @@ class SyncerCore:
 
     @property
     def drained(self) -> Sequence[str]:
-        """The newest members, if the pool has no place for them, and those that an operator has drained."""
-        return self.steering.drained(self._training, self.pool, self.step)
+        """The newest members, if the pool has no place for them, and those that an operator has drained, once that is
+        durable."""
+        return self._told.drained(self._training, self.pool, self.step)
 
     @property
     def _training(self) -> list[str]:
