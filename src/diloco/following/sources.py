@@ -25,6 +25,7 @@ from diloco.errors import (
     StoreError,
     UnreachableError,
 )
+from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -62,6 +63,7 @@ class SyncerSource:
     def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
         self.name = addresses
         self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
+        self._finding = threading.Lock()
         self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for lane in range(LANES):
             self._lanes.put(f"reads {lane}")
@@ -73,15 +75,11 @@ class SyncerSource:
             As `dialling.found`.
         """
         request = pb.ManifestRequest(run=self._run)
-        try:
-            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        except UnreachableError:
-            found(self._syncers, self._run)
-            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
+        reply = self._answer(lambda syncer: syncer.call("control", "Manifest", request, pb.ManifestReply))
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
-        """As `Readable`. Raises as `Connection.pull`."""
+        """As `Readable`. Raises as `dialling.found` and `Connection.pull`."""
         if stop is not None and stop - start <= READ_BYTES:
             return self._read(name, start, stop)
         whole, first, num_bytes = bytearray(), start, READ_BYTES
@@ -95,9 +93,20 @@ class SyncerSource:
         request = pb.PullRequest(run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop))
         lane = self._lanes.get()
         try:
-            return self._syncers.current.pull(lane, request, method="Read")[1]
+            return self._answer(lambda syncer: syncer.pull(lane, request, method="Read")[1])
         finally:
             self._lanes.put(lane)
+
+    def _answer(self, ask: Callable[[Connection], T]) -> T:
+        """The answer of the syncer that serves the run: of the one before, or else of the one that is found."""
+        asked = self._syncers.current
+        try:
+            return ask(asked)
+        except UnreachableError:
+            with self._finding:
+                if self._syncers.current is asked:
+                    found(self._syncers, self._run)
+            return ask(self._syncers.current)
 
     def close(self) -> None:
         """Hang up; calls that wait fail."""

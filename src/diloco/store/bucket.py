@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.errors import ConfigError, MissingObjectError, StoreError, SwapRefusedError, first_line
-from diloco.protocol.manifest import MOST_BYTES
+from diloco.protocol.manifest import MOST_BYTES, is_object_name
 from diloco.run.objects import Found
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Bucket:
                 raise
 
     def list(self) -> list[str]:
-        """As `Objects.list`."""
-        return sorted(path.removeprefix("objects/") for path in self._paths("objects/"))
+        """As `Objects.list`. Keys with other names are ignored."""
+        return sorted(filter(is_object_name, (path.removeprefix("objects/") for path in self._paths("objects/"))))
 
     def delete(self, names: Sequence[str]) -> None:
         """As `Objects.delete`."""
