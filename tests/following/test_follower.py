@@ -317,7 +317,11 @@ def bucket() -> Iterator[BucketServer]:
 
 @contextmanager
 def run_in(
-    bucket: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: diloco.Method, width: int,
+    bucket: BucketServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: diloco.Method,
+    width: int,
     **options: Any,
 ) -> Iterator[tuple[PublishedRun, str]]:
     """A run, and the URL of its store."""
