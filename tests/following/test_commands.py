@@ -277,6 +277,20 @@ def test_follow_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [2, 1]
 
 
+def test_the_keys_of_a_run_file_are_those_of_its_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys, file, folder = tmp_path / "keys", tmp_path / "run.toml", tmp_path / "served"
+    Keyring.new(keys, RUN, ["127.0.0.1"], [("raw", "learner"), ("eye", "viewer")], DAY)
+    (tmp_path / "text.txt").write_text(TEXT)
+    text = RUN_FILE.format(text=tmp_path / "text.txt").replace('"small"', f'"{RUN}"')
+    file.write_text(f'{text}\n[syncer]\nkeys = "{keys / "eye"}"\n')
+    with published_run(tmp_path, METHODS["4 bits"], keys=keys / "syncer") as run:
+        asked = ("follow", run.syncer.address, "--into", folder, "--once", "--run")
+        assert "the run's model is not the one of [model]" in said(capsys, *asked, file, code=1)  # it was read
+        assert "keys" in said(capsys, *asked, RUN, code=1)
+        store = tmp_path / "state"
+        assert "the run's model" in said(capsys, "follow", store, "--into", folder, "--once", "--run", file, code=1)
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 

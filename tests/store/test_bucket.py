@@ -248,6 +248,22 @@ def test_the_other_clouds_have_their_urls(bucket: Bucket, url: str) -> None:
     assert Bucket(url).name == url
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:SECRET@bucket/run",
+        "s3://KEY:SEC/RET@bucket/run?endpoint=http://127.0.0.1:1",
+        "https://KEY:SECRET@account.r2.cloudflarestorage.com/bucket/run",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--store", url])
+    said = capsys.readouterr().err
+    assert (ended.value.code, "has credentials before its @; set them in the environment" in said) == (2, True)
+    assert "SEC" not in said
+
+
 # --- `diloco syncer` on a store that it cannot serve ------------------------------------------------------------------
 
 RUN_FILE = """

@@ -54,7 +54,7 @@ def command(
 
 
 def _watch(fetch: Callable[[], dict[str, Any]], fragments: bool, as_json: bool) -> None:
-    """Redraw a terminal; otherwise print every status. In a terminal, wait for a syncer or a store that does not answer:
+    """Redraw a terminal; otherwise print every status. In a terminal, wait for a syncer or store that does not answer:
     it may be restarting."""
     console = Console(highlight=False, markup=False)
     redraws = console.is_terminal and not as_json

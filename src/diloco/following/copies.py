@@ -1,8 +1,8 @@
 """A folder that holds the newest version of a run's global model, for programs that read files.
 
-The folder is a symbolic link to a directory beside it, `.FOLDER.EPOCH-NUMBER-N`, which is new, and whole before the link
-is swapped; a reader that resolves the link first never sees files of two versions. The directory before stays until the
-next swap.
+The folder is a symbolic link to a directory beside it, `.FOLDER.EPOCH-NUMBER-N`, which is new, and is whole before the
+link is swapped; a reader that resolves the link first never sees files of two versions. The directory before stays
+until the next swap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +54,17 @@ class FollowedFolder:
 
     def _read(self) -> dict[str, Any]:
         """The description of the copy in the folder; empty: there is none."""
-        if not self._folder.is_symlink() and not (self._folder.exists() and self._has_files()):
+        is_absent = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
+        if is_absent and not self._folder.is_symlink():
             return {}
-        try:
+        with suppress(OSError, *MALFORMED):
             found: dict[str, Any] = json.loads((self._folder / DESCRIPTION).read_bytes())
             if self._folder.is_symlink() and (found["run"], found["form"]) == (self._run, self._form):
                 return found
-        except (OSError, *MALFORMED):
-            pass
         raise ConfigError(
             f"{self._folder} is not empty, and not a copy of the run {self._run} that `diloco follow` keeps as "
             f"{self._form}; choose another folder."
         )
-
-    def _has_files(self) -> bool:
-        return not self._folder.is_dir() or any(self._folder.iterdir())
 
     def update(self, model: FollowedModel) -> bool:
         """Replace the copy by this model; False: it is the one in the folder.

@@ -16,22 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from diloco.errors import (
-    ConfigError,
-    DamagedObjectError,
-    DilocoError,
-    MissingObjectError,
-    StoppedError,
-    StoreError,
-    UnreachableError,
-)
+from diloco.errors import ConfigError, DilocoError, StoppedError, StoreError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.run.objects import Found, Readable
-from diloco.store.directory import Directory
 from diloco.store.objects import is_url, open_store
+from diloco.store.reading import NOT_WHOLE
 
 log = logging.getLogger("diloco")
 
@@ -161,8 +153,7 @@ def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: 
         except DilocoError as error:
             if closing.is_set():
                 raise StoppedError("this follower was closed.") from error
-            is_final = isinstance(error, MissingObjectError | DamagedObjectError)
-            if is_final or not isinstance(error, UnreachableError | StoreError):
+            if isinstance(error, NOT_WHOLE) or not isinstance(error, UnreachableError | StoreError):
                 raise
             if patience_s is not None and time.monotonic() - began_at + pause_s > patience_s:
                 raise
@@ -191,7 +182,6 @@ def open_source(
         return RunSource(SyncerSource(text, run, keys=keys, insecure=insecure), patience_s)
     if keys is not None or insecure:
         raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")
-    store = open_store(text)
-    if isinstance(store, Directory) and not store.path.is_dir():
+    if not is_url(text) and not Path(text).is_dir():
         raise ConfigError(f"there is no store in {text}; give a directory, a bucket's URL or a syncer's host:port.")
-    return RunSource(store, patience_s)
+    return RunSource(open_store(text), patience_s)

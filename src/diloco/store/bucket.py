@@ -63,6 +63,9 @@ class Bucket:
         self._objects = _opened(url, {"read_timeout": stalled, "timeout": timedelta(hours=1)})
         self._small = _opened(url, {"timeout": manifest, "connect_timeout": manifest})
 
+    def close(self) -> None:
+        """As `Directory.close`; a bucket has no lock."""
+
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -221,6 +224,8 @@ def _opened(url: str, timeouts: dict[str, timedelta]) -> AzureStore | GCSStore |
     except ImportError as error:
         raise ConfigError(f"the store {url} needs the package obstore; pip install 'diloco[bucket]'.") from error
     place, _, options = url.partition("?")
+    if re.search(r"//[^/]*:(?!\d+/).*@", place):
+        raise ConfigError("the URL of a bucket has credentials before its @; set them in the environment instead.")
     given: dict[str, Any] = dict(parse_qsl(options, keep_blank_values=True))
     if unknown := sorted(given.keys() - {"endpoint", "region"}):
         raise ConfigError(

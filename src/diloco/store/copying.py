@@ -1,8 +1,8 @@
 """Copies of a run from one store to another, while it is served or not: by hand, or by a schedule.
 
 A copy is one manifest with all objects that it names, each verified on the way. Objects keep their names, and those
-that the target has whole, also from a copy that was cut off, are not sent again. The target begins a later epoch than any that
-learners may have seen, without members: a syncer that opens it serves the run, and all learners join it again.
+that the target has whole, also from a copy that was cut off, are not sent again. The target begins a later epoch than
+any that learners may have seen, without members: a syncer that opens it serves the run, and all learners join it again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -113,7 +113,7 @@ def _held(target: Objects, run: str) -> tuple[Manifest, str | None]:
     return (Manifest(run), None) if found is None else (Manifest.from_bytes(found.data, target.name), found.token)
 
 
-def _whole_names(target: Objects, names: set[str]) -> set[str]:
+def _whole_names(target: Objects, names: Iterable[str]) -> set[str]:
     """Those of the names whose objects are whole."""
     found = set[str]()
     with ObjectReader(target) as reader:
