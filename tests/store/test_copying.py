@@ -203,6 +203,7 @@ def test_a_copy_that_is_slower_than_the_run_keeps_what_it_has_and_leaves_nothing
     assert len(put) == len(set(put))
     go_on(tmp_path / "run", lambda run: run.publish(0, 8))
     with Superseded(tmp_path / "run", float("inf")) as source, opened(place, lock=True) as target:
+        target.put(read_manifest(target).fragments[0][0].held, [b"damaged"])  # it is put again, and superseded
         with pytest.raises(StoreError, match="is missing"):
             copy(source, target)
     assert state_of(place) == (versions, names)

@@ -78,7 +78,7 @@ def _copy(
     manifest = read_manifest(source)
     before, token = _held(target, manifest.run)  # in this order: the target may become newer meanwhile
     _require_follows(manifest, before, source, target)
-    target.delete(sorted(put - manifest.names))
+    target.delete(sorted(put - manifest.names - before.names))
     put &= manifest.names
     epoch = max(fresh_epoch(manifest.epoch), before.epoch)
     assert manifest.record is not None
