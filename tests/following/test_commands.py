@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -67,7 +72,7 @@ def test_the_folder_has_the_newest_version_whole(tmp_path: Path, capsys: pytest.
             assert all(torch.equal(tensors[name], each) for name, each in model.state_dict().items())
             run.publish(0)
         copies = sorted(path.name for path in folder.parent.iterdir())
-        assert copies == [".served.1-1", ".served.1-2", "served"]  # with the one before, which may be being read
+        assert copies == [".served.1-1-1", ".served.1-2-1", "served"]  # with the one before, which may be being read
         run_again = said(capsys, "follow", state, "--run", RUN, "--into", folder, "--once")
         assert run_again == f"version 3 of 2 fragments, step 10, 50 tokens: written to {folder}\n"
         assert "was already in" in said(capsys, "follow", state, "--run", RUN, "--into", folder, "--once")
@@ -85,10 +90,77 @@ def test_a_write_that_fails_leaves_the_copy_before(tmp_path: Path) -> None:
         model = newest_model(tmp_path / "state", run=RUN)
         with pytest.raises(StoreError, match="cannot keep a copy in .*No space left on device"):
             FollowedFolder(folder, RUN, TENSORS, fail).update(model)
-        assert [path.name for path in tmp_path.glob(".served*")] == [".served.1-0"]
+        assert [path.name for path in tmp_path.glob(".served*")] == [".served.1-0-1"]
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [0, 0]
         assert FollowedFolder(folder, RUN, TENSORS, write).update(model)
-        assert sorted(path.name for path in tmp_path.glob(".served*")) == [".served.1-0", ".served.1-1"]
+        assert sorted(path.name for path in tmp_path.glob(".served*")) == [".served.1-0-1", ".served.1-1-1"]
+
+
+def test_the_copy_before_outlives_a_failed_write_of_the_same_number(tmp_path: Path) -> None:
+    """As of a fresh run with the name of the one before."""
+
+    def fail(state: dict[str, torch.Tensor], out: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "served"
+    models = []
+    for name in ("old", "fresh"):
+        with published_run(tmp_path / name, METHODS["4 bits"]):
+            models.append(newest_model(tmp_path / name / "state", run=RUN))
+    old, fresh = models
+    assert old.digests == fresh.digests
+    assert FollowedFolder(folder, RUN, TENSORS, write).update(old)
+    with pytest.raises(StoreError, match="No space left on device"):
+        FollowedFolder(folder, RUN, TENSORS, fail).update(fresh)
+    for model, number in ((old, 1), (fresh, 2), (old, 3)):
+        FollowedFolder(folder, RUN, TENSORS, write).update(model)
+        assert json.loads((folder / DESCRIPTION).read_bytes())["run_id"] == model.run_id
+        assert folder.readlink() == Path(f".served.1-0-{number}")
+        assert load_file(folder / "model.safetensors")
+
+
+def test_copies_beside_each_other_are_left_alone(tmp_path: Path) -> None:
+    """Also where a link leads to the directory of them all."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to("deep")
+    folders = [
+        FollowedFolder(tmp_path / place, RUN, TENSORS, write)
+        for place in ("deep/model.v2", "deep/model.1-2", "deep/m*l", "deep/model")
+    ]
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        for number in range(3):
+            for folder in (*folders, FollowedFolder(tmp_path / "link" / "other", RUN, TENSORS, write)):
+                assert folder.update(newest_model(tmp_path / "state", run=RUN))
+            for place in ("model.v2", "model.1-2", "m*l", "model", "other"):
+                assert load_file(tmp_path / "deep" / place / "model.safetensors")
+            assert len(list((tmp_path / "deep").iterdir())) == 5 * (1 + min(number + 1, 2))
+            run.publish(0)
+
+
+KILLED = """
+import os, signal, sys
+
+def kill(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("config.json") and arguments[1] == "w":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+from diloco.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_nothing_is_left_of_a_process_that_was_killed_while_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "into" / "model"
+    with trained_run(tmp_path) as (_, file):
+        arguments = ("follow", tmp_path / "state", "--run", file, "--into", folder, "--once")
+        killed = subprocess.run([sys.executable, "-c", KILLED, *map(str, arguments)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert list(folder.parent.iterdir()) != []
+        assert "written to" in said(capsys, *arguments)
+        assert sorted(path.name for path in folder.parent.iterdir()) == [".model.1-1-1", "model"]
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +277,20 @@ def test_follow_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [2, 1]
 
 
+def test_the_keys_of_a_run_file_are_those_of_its_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys, file, folder = tmp_path / "keys", tmp_path / "run.toml", tmp_path / "served"
+    Keyring.new(keys, RUN, ["127.0.0.1"], [("raw", "learner"), ("eye", "viewer")], DAY)
+    (tmp_path / "text.txt").write_text(TEXT)
+    text = RUN_FILE.format(text=tmp_path / "text.txt").replace('"small"', f'"{RUN}"')
+    file.write_text(f'{text}\n[syncer]\nkeys = "{keys / "eye"}"\n')
+    with published_run(tmp_path, METHODS["4 bits"], keys=keys / "syncer") as run:
+        asked = ("follow", run.syncer.address, "--into", folder, "--once", "--run")
+        assert "the run's model is not the one of [model]" in said(capsys, *asked, file, code=1)  # it was read
+        assert "keys" in said(capsys, *asked, RUN, code=1)
+        store = tmp_path / "state"
+        assert "the run's model" in said(capsys, "follow", store, "--into", folder, "--once", "--run", file, code=1)
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -239,8 +325,9 @@ def test_an_evaluator_reports_and_a_viewer_may_not(tmp_path: Path) -> None:
     assert (found.versions, found.step, found.tokens) == (model.versions, model.step, model.tokens)
 
 
-def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the syncer, until the run has ended, and by the store alone: with the same results."""
+@contextmanager
+def trained_run(tmp_path: Path) -> Iterator[tuple[Syncer, Path]]:
+    """A run with its run file, which has ended at version 1."""
     (tmp_path / "text.txt").write_text(TEXT)
     file = tmp_path / "run.toml"
     file.write_text(RUN_FILE.format(text=tmp_path / "text.txt"))
@@ -257,6 +344,12 @@ def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureF
                 optimizer.zero_grad()
                 learner.step(tokens=32)
             learner.finish()
+        yield syncer, file
+
+
+def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the syncer, until the run has ended, and by the store alone: with the same results."""
+    with trained_run(tmp_path) as (syncer, file):
         asked = ("--run", file, "--tasks", "diloco_brackets", "--limit", 4, "--json")
         (line,) = said(capsys, "evaluate", "--follow", syncer.address, *asked).splitlines()
         found = json.loads(line)

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import diloco
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.shards import Segments
 from diloco.demo.bucket_server import CREDENTIALS
-from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, StoreError, UnknownRunError
+from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, StandbyError, StoreError, UnknownRunError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.transfers import Receiver
@@ -208,6 +209,16 @@ def test_a_follower_outlives_a_restart_of_the_syncer(tmp_path: Path) -> None:
         run.require_same(next(follower))
 
 
+def test_a_read_goes_on_at_another_address(tmp_path: Path) -> None:
+    """Of which the syncer before has sent the manifest, and then nothing more."""
+    with published_run(tmp_path, METHODS["4 bits"]) as run, Relay(run.syncer.port) as relay:
+        with closing(open_source(f"{relay.address},{run.syncer.address}", RUN)) as source:
+            manifest = read_manifest(source)
+            relay.close()
+            name = manifest.fragments[0][0].held
+            assert source.get(name, 0, 100) == open_store(tmp_path / "state").get(name, 0, 100)
+
+
 def test_a_run_that_went_back_is_followed_and_an_older_state_is_not(tmp_path: Path) -> None:
     """Versions 2 and 3 of fragment 0 come twice, with other bits."""
     state, saved, newer = tmp_path / "state", tmp_path / "saved", tmp_path / "newer"
@@ -306,13 +317,18 @@ def bucket() -> Iterator[BucketServer]:
 
 @contextmanager
 def run_in(
-    bucket: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: diloco.Method, width: int
+    bucket: BucketServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: diloco.Method,
+    width: int,
+    **options: Any,
 ) -> Iterator[tuple[PublishedRun, str]]:
     """A run, and the URL of its store."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     url = bucket.url(tmp_path.name)
-    with published_run(tmp_path, method, store=url, width=width) as run:
+    with published_run(tmp_path, method, store=url, width=width, **options) as run:
         yield run, url
 
 
@@ -325,6 +341,21 @@ def test_a_store_that_has_never_answered_is_not_waited_for(
     nobody = bucket.url("run", "http://127.0.0.1:1")  # nothing listens there
     with follow(nobody, run=RUN) as follower, pytest.raises(StoreError, match="check the bucket, its endpoint"):
         next(follower)
+
+
+def test_a_suspended_syncer_answers_no_follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may have published since."""
+    with (
+        BucketServer() as bucket,
+        run_in(bucket, tmp_path, monkeypatch, METHODS["4 bits"], 8, lease_s=2.0) as (run, _),
+        closing(open_source(run.syncer.address, RUN)) as source,
+    ):
+        name = read_manifest(source).fragments[0][0].held
+        bucket.fault("status", num=1_000_000)
+        until(lambda: run.syncer.standing == "suspended", "the syncer is not suspended")
+        for read in (source.manifest, lambda: source.get(name, 0, 100)):
+            with pytest.raises(StandbyError, match="does not reach its store now"):
+                read()
 
 
 def hide_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from diloco.store import bucket as module
 from diloco.store import directory as directory_module
 from diloco.store.bucket import PART_BYTES, Bucket
 from diloco.store.directory import Directory
+from diloco.store.inspection import check
 from diloco.store.objects import open_store, opened
 from diloco.syncer.server import Options, Syncer
 
@@ -45,23 +46,34 @@ def bucket(server: BucketServer, request: pytest.FixtureRequest, monkeypatch: py
 
 
 def test_an_object_is_read_as_it_was_put_whole_and_in_part(bucket: Bucket) -> None:
+    first, second, third = (f"{place}-{64 * digit}" for place, digit in (("1/1", "a"), ("2/1", "b"), ("2/2", "c")))
     large = random.Random(1).randbytes(2 * PART_BYTES + 5)
     parts = [large[:3], memoryview(large)[3 : PART_BYTES + 1], memoryview(large)[PART_BYTES + 1 :]]
-    bucket.put("1/1-aa", parts)
-    bucket.put("2/1-bb", [b"small"])
-    bucket.put("2/2-cc", [])
-    assert bucket.get("1/1-aa") == large
-    assert bucket.get("1/1-aa", 10, 20) == large[10:20]
-    assert bucket.get("1/1-aa", PART_BYTES) == large[PART_BYTES:]
-    assert bucket.get("1/1-aa", len(large) - 2, len(large) + 5) == large[-2:]
-    assert bucket.get("2/1-bb", 5, 7) == bucket.get("2/1-bb", 9) == bucket.get("2/2-cc") == b""
-    assert bucket.list() == ["1/1-aa", "2/1-bb", "2/2-cc"]
-    assert bucket.get("2/2-cc", 0, 9) == b""
-    bucket.delete(["1/1-aa", "2/9-dd"])
+    bucket.put(first, parts)
+    bucket.put(second, [b"small"])
+    bucket.put(third, [])
+    assert bucket.get(first) == large
+    assert bucket.get(first, 10, 20) == large[10:20]
+    assert bucket.get(first, PART_BYTES) == large[PART_BYTES:]
+    assert bucket.get(first, len(large) - 2, len(large) + 5) == large[-2:]
+    assert bucket.get(second, 5, 7) == bucket.get(second, 9) == bucket.get(third) == b""
+    assert bucket.list() == [first, second, third]
+    assert bucket.get(third, 0, 9) == b""
+    bucket.delete([first, "2/9-dd"])
     bucket.delete([])
-    assert bucket.list() == ["2/1-bb", "2/2-cc"]
-    with pytest.raises(MissingObjectError, match="has no 1/1-aa"):
-        bucket.get("1/1-aa")
+    assert bucket.list() == [second, third]
+    with pytest.raises(MissingObjectError, match=f"has no {first}"):
+        bucket.get(first)
+
+
+def test_other_keys_beside_the_objects_are_left_alone(bucket: Bucket) -> None:
+    """As a file of the people who keep the bucket."""
+    for name in ("README.txt", "1/notes", "1/1-aa/part"):
+        bucket.put(name, [b"notes"])
+    run = make_run(bucket)
+    assert set(bucket.list()) == run.manifest.names
+    assert (check(bucket).starts, check(bucket).problems) == (True, [])
+    assert bucket.get("README.txt") == b"notes"
 
 
 def test_a_signed_url_reads_one_object_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +246,22 @@ def test_a_store_that_cannot_be_is_refused_in_one_sentence(
 )
 def test_the_other_clouds_have_their_urls(bucket: Bucket, url: str) -> None:
     assert Bucket(url).name == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:SECRET@bucket/run",
+        "s3://KEY:SEC/RET@bucket/run?endpoint=http://127.0.0.1:1",
+        "https://KEY:SECRET@account.r2.cloudflarestorage.com/bucket/run",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--store", url])
+    said = capsys.readouterr().err
+    assert (ended.value.code, "has credentials before its @; set them in the environment" in said) == (2, True)
+    assert "SEC" not in said
 
 
 # --- `diloco syncer` on a store that it cannot serve ------------------------------------------------------------------

@@ -167,6 +167,70 @@ def test_objects_that_are_damaged_in_the_copy_are_brought_again(tmp_path: Path) 
     assert check(open_store(tmp_path / "copy")).problems == []
 
 
+class Superseded(Directory):
+    """A run that is published faster than it is read: the newest version of fragment 0 is superseded before a reader
+    has its update, so many times."""
+
+    def __init__(self, path: Path, times: float) -> None:
+        super().__init__(path)
+        self._times = times
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
+        manifest = read_manifest(self)
+        newest = manifest.fragments[0][0]
+        if self._times > 0 and name == newest.update:  # its version was read before
+            self._times -= 1
+            run = SmallRun(self)
+            run.claim()
+            for number in (1, 2):
+                run.publish(0, newest.version + number)
+            run.release()
+        return super().get(name, start, stop)
+
+
+def test_a_copy_that_is_slower_than_the_run_keeps_what_it_has_and_leaves_nothing_else(
+    place: str, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "run")
+    put: list[str] = []
+    with Superseded(tmp_path / "run", 2) as source, opened(place, lock=True) as target:
+        write = target.put
+        target.put = lambda name, parts: (put.append(name), write(name, parts))[1]  # type: ignore[method-assign]
+        copy(source, target)
+    versions, names = state_of(place)
+    assert versions == (7, 0)
+    assert set(names) == read_manifest(open_store(place)).names
+    assert len(put) == len(set(put))
+    go_on(tmp_path / "run", lambda run: run.publish(0, 8))
+    with Superseded(tmp_path / "run", float("inf")) as source, opened(place, lock=True) as target:
+        target.put(read_manifest(target).fragments[0][0].held, [b"damaged"])  # it is put again, and superseded
+        with pytest.raises(StoreError, match="is missing"):
+            copy(source, target)
+    assert state_of(place) == (versions, names)
+
+
+def test_a_copy_that_was_cut_off_is_continued_by_the_next(place: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+
+    def cut_off(number: int, *_: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    for version, num_missing in ((4, 4), (5, 2)):  # the first copy is to an empty place
+        with opened(place, lock=True) as target, pytest.raises(KeyboardInterrupt):
+            copy(open_store(tmp_path / "run"), target, cut_off)
+        assert copied(tmp_path / "run", place).num_objects == num_missing
+        go_on(tmp_path / "run", lambda run, it=version: [run.publish(index, it) for index in (0, 1)])  # type: ignore[misc]
+    with opened(place, lock=True) as target, pytest.raises(KeyboardInterrupt):
+        copy(open_store(tmp_path / "run"), target, cut_off)
+    go_on(tmp_path / "run", lambda run: [run.publish(index, version) for version in (6, 7) for index in (0, 1)])
+    copied(tmp_path / "run", place)
+    versions, names = state_of(place)
+    assert versions == (7, 7)
+    assert set(names) == read_manifest(open_store(place)).names
+    assert check(open_store(place)).problems == []
+
+
 # --- refusals: one sentence, and the target is as it was --------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from tests.store.small_run import (
 
 from diloco.core.layout import digest
 from diloco.errors import ConfigError, DamagedObjectError, MissingObjectError, NotInitialisedError, StoreError
+from diloco.following.stored_status import newest_digests
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.manifest import NamedVersion
 from diloco.run.objects import Blob
@@ -36,7 +37,7 @@ from diloco.store import reading
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat
 from diloco.store.objects import open_store, read_manifest
-from diloco.store.reading import ObjectReader, newest_digests
+from diloco.store.reading import ObjectReader
 
 
 @pytest.fixture

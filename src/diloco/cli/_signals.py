@@ -1,5 +1,6 @@
 """Signals that end a command."""
 
+import _thread
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 @contextmanager
 def ending_by_signals(end: Callable[[], None], what: str | None, *, again: bool = True) -> Iterator[None]:
     """The first SIGINT or SIGTERM calls `end` and prints a message; the second one quits at once.
+
+    `end` runs on a thread of its own, since it may take locks that the interrupted code holds.
 
     Arguments:
         what: the work that is left until the end, for the message; None: print no message.
@@ -25,7 +28,7 @@ def ending_by_signals(end: Callable[[], None], what: str | None, *, again: bool 
         if what is not None and not is_announced:
             is_announced = True
             _write(f"stopping; {what}" + ("; a second signal quits at once" if again else ""))
-        end()
+        _thread.start_new_thread(end, ())  # the start of a `threading.Thread` takes such a lock, too
         if again:
             for each, handler in before.items():
                 signal.signal(each, handler)

@@ -34,8 +34,12 @@ def command(
     The copy is whole at every moment. Prints a line for each version."""
     from diloco.following.copies import FollowedFolder
     from diloco.following.follower import follow, newest_model
+    from diloco.following.sources import is_address
 
-    name, config = named_run(run)
+    config = load_config(Path(run)) if run.endswith(".toml") else None
+    name = run if config is None else config.run.name
+    if config is not None and is_address(source):
+        keys, insecure = keys or config.syncer.keys, insecure or config.syncer.insecure
     folder = FollowedFolder(into, name, "tensors" if config is None else "a checkpoint", _writer(name, config))
 
     def show(model: "FollowedModel") -> None:
@@ -50,15 +54,6 @@ def command(
     with closing(follower), ending_by_signals(follower.close, "the copy stays as it is"):
         for model in follower:
             show(model)
-
-
-def named_run(run: str) -> "tuple[str, RunConfig | None]":
-    """The name of a run, and its configuration where `run` is a run file."""
-
-    if not run.endswith(".toml"):
-        return run, None
-    config = load_config(Path(run))
-    return config.run.name, config
 
 
 def _writer(name: str, config: RunConfig | None) -> "Writer":

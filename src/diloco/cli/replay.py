@@ -29,11 +29,11 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Repeat all decisions of a syncer from its journal, and all merges, and compare every digest."""
+    from diloco.following.stored_status import newest_digests
     from diloco.run.journal.payloads import TensorFormats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
     from diloco.store.objects import is_url, open_store
-    from diloco.store.reading import newest_digests
 
     state_dir, store = _places(run)
     stored = newest_digests(open_store(store))  # before the journal, to which a syncer may write

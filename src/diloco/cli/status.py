@@ -15,7 +15,7 @@ from rich.text import Text
 from diloco.cli._options import Json, Store
 from diloco.cli._run_address import RunAddress, takes_run_address
 from diloco.cli._status_view import view
-from diloco.errors import UnreachableError
+from diloco.errors import StoreError, UnreachableError
 
 EVERY_S = 2.0
 """Refresh interval of `--watch`."""
@@ -54,15 +54,15 @@ def command(
 
 
 def _watch(fetch: Callable[[], dict[str, Any]], fragments: bool, as_json: bool) -> None:
-    """Redraw a terminal; otherwise print every status. In a terminal, wait for a syncer that does not answer: it may be
-    restarting."""
+    """Redraw a terminal; otherwise print every status. In a terminal, wait for a syncer or store that does not answer:
+    it may be restarting."""
     console = Console(highlight=False, markup=False)
     redraws = console.is_terminal and not as_json
     with Live(console=console, screen=True, auto_refresh=False) if redraws else nullcontext() as live:
         while True:
             try:
                 status = fetch()
-            except UnreachableError as error:
+            except (StoreError, UnreachableError) as error:
                 if live is None:
                     raise
                 live.update(Text(f"{datetime.now().astimezone():%H:%M:%S}  {error}"), refresh=True)

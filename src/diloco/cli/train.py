@@ -128,13 +128,7 @@ def _own_rank() -> int:
 
 
 def _train(
-    config: RunConfig,
-    part: "LearnerSpec",
-    collective: bool,
-    as_json: bool,
-    force: bool | None,
-    *,
-    can_fall_back: bool,
+    config: RunConfig, part: "LearnerSpec", collective: bool, as_json: bool, force: bool | None, *, can_fall_back: bool
 ) -> None:
     """Train the part, unless the run is finished.
 

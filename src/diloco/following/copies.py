@@ -1,17 +1,19 @@
 """A folder that holds the newest version of a run's global model, for programs that read files.
 
-The folder is a symbolic link to a directory beside it, `.FOLDER.EPOCH-NUMBER`, which is whole before the link is
-swapped; a reader that resolves the link first never sees files of two versions. The directory before stays until the
-next swap.
+The folder is a symbolic link to a directory beside it, `.FOLDER.EPOCH-NUMBER-N`, which is new, and is whole before the
+link is swapped; a reader that resolves the link first never sees files of two versions. The directory before stays
+until the next swap.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.escaping import MALFORMED
 from diloco.following.follower import FollowedModel
-from diloco.whole_files import hidden_name, remove_leftovers, sync_directory, whole_file
+from diloco.whole_files import free_path, hidden_name, remove_leftovers, sync_directory, whole_file
 
 DESCRIPTION = "followed.json"
 """In each copy: `FollowedModel.describe`, and its form. It marks a directory as one that may be replaced."""
@@ -48,25 +50,21 @@ class FollowedFolder:
         with self._mapped():
             self._description = self._read()
             if self._folder.parent.is_dir():
-                remove_leftovers(self._folder.parent, self._folder.name)
+                remove_leftovers(self._folder.parent, glob.escape(self._folder.name))
 
     def _read(self) -> dict[str, Any]:
         """The description of the copy in the folder; empty: there is none."""
-        if not self._folder.is_symlink() and not (self._folder.exists() and self._has_files()):
+        is_absent = not self._folder.exists() or (self._folder.is_dir() and not any(self._folder.iterdir()))
+        if is_absent and not self._folder.is_symlink():
             return {}
-        try:
+        with suppress(OSError, *MALFORMED):
             found: dict[str, Any] = json.loads((self._folder / DESCRIPTION).read_bytes())
             if self._folder.is_symlink() and (found["run"], found["form"]) == (self._run, self._form):
                 return found
-        except (OSError, *MALFORMED):
-            pass
         raise ConfigError(
             f"{self._folder} is not empty, and not a copy of the run {self._run} that `diloco follow` keeps as "
             f"{self._form}; choose another folder."
         )
-
-    def _has_files(self) -> bool:
-        return not self._folder.is_dir() or any(self._folder.iterdir())
 
     def update(self, model: FollowedModel) -> bool:
         """Replace the copy by this model; False: it is the one in the folder.
@@ -75,35 +73,37 @@ class FollowedFolder:
             StoreError: the disk refuses; the copy before is unchanged.
         """
         description = {**model.describe(), "form": self._form}
-        if self._description.get("digests") == description["digests"]:
+        if all(self._description.get(key) == description[key] for key in ("run_id", "digests")):
             return False
         parent, name = self._folder.parent, self._folder.name
-        partial, new = parent / hidden_name(name), parent / f".{name}.{model.epoch}-{model.number}"
+        new = free_path(lambda number: parent / f".{name}.{model.epoch}-{model.number}-{number}")
+        partial = parent / hidden_name(name)  # with all that is left of a process that is killed
+        whole, link = partial / "whole", partial / "link"
         with self._mapped():
-            parent.mkdir(parents=True, exist_ok=True)
-            for path in (partial, new):
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
             try:
-                self._write(model.state_dict(), partial)
-                (partial / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
-                _sync(partial)
-                partial.replace(new)
+                self._write(model.state_dict(), whole)
+                (whole / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+                _sync(whole)
+                before = self._folder.resolve()
+                if self._folder.is_dir() and not self._folder.is_symlink():
+                    self._folder.rmdir()
+                whole.replace(new)
+                link.symlink_to(new.name)
+                link.replace(self._folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-            before = self._folder.resolve() if self._folder.is_symlink() else None
-            if before is None and self._folder.is_dir():
-                self._folder.rmdir()
-            partial.symlink_to(new.name)
-            partial.replace(self._folder)
             sync_directory(parent)
-            self._tidy({new, before})
+            self._tidy({new.name, before.name})
         self._description = description
         return True
 
-    def _tidy(self, kept: set[Path | None]) -> None:
+    def _tidy(self, kept: set[str]) -> None:
         """Remove copies from before the last one."""
-        for path in self._folder.parent.glob(f".{self._folder.name}.*-*"):
-            if path.resolve() not in kept and (path / DESCRIPTION).is_file():
+        for path in self._folder.parent.iterdir():
+            is_copy = re.fullmatch(rf"\.{re.escape(self._folder.name)}\.\d+-\d+(-\d+)?", path.name)
+            if is_copy and path.name not in kept and (path / DESCRIPTION).is_file():
                 shutil.rmtree(path)
 
     @contextmanager

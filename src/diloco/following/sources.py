@@ -16,21 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from diloco.errors import (
-    ConfigError,
-    DamagedObjectError,
-    DilocoError,
-    MissingObjectError,
-    StoppedError,
-    StoreError,
-    UnreachableError,
-)
+from diloco.errors import ConfigError, DilocoError, StoppedError, StoreError, UnreachableError
+from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.run.objects import Found, Readable
-from diloco.store.directory import Directory
 from diloco.store.objects import is_url, open_store
+from diloco.store.reading import NOT_WHOLE
 
 log = logging.getLogger("diloco")
 
@@ -62,6 +55,7 @@ class SyncerSource:
     def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
         self.name = addresses
         self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
+        self._finding = threading.Lock()
         self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for lane in range(LANES):
             self._lanes.put(f"reads {lane}")
@@ -73,15 +67,11 @@ class SyncerSource:
             As `dialling.found`.
         """
         request = pb.ManifestRequest(run=self._run)
-        try:
-            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        except UnreachableError:
-            found(self._syncers, self._run)
-            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
+        reply = self._answer(lambda syncer: syncer.call("control", "Manifest", request, pb.ManifestReply))
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
-        """As `Readable`. Raises as `Connection.pull`."""
+        """As `Readable`. Raises as `dialling.found` and `Connection.pull`."""
         if stop is not None and stop - start <= READ_BYTES:
             return self._read(name, start, stop)
         whole, first, num_bytes = bytearray(), start, READ_BYTES
@@ -95,9 +85,20 @@ class SyncerSource:
         request = pb.PullRequest(run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop))
         lane = self._lanes.get()
         try:
-            return self._syncers.current.pull(lane, request, method="Read")[1]
+            return self._answer(lambda syncer: syncer.pull(lane, request, method="Read")[1])
         finally:
             self._lanes.put(lane)
+
+    def _answer(self, ask: Callable[[Connection], T]) -> T:
+        """The answer of the syncer that serves the run: of the one before, or else of the one that is found."""
+        asked = self._syncers.current
+        try:
+            return ask(asked)
+        except UnreachableError:
+            with self._finding:
+                if self._syncers.current is asked:
+                    found(self._syncers, self._run)
+            return ask(self._syncers.current)
 
     def close(self) -> None:
         """Hang up; calls that wait fail."""
@@ -152,8 +153,7 @@ def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: 
         except DilocoError as error:
             if closing.is_set():
                 raise StoppedError("this follower was closed.") from error
-            is_final = isinstance(error, MissingObjectError | DamagedObjectError)
-            if is_final or not isinstance(error, UnreachableError | StoreError):
+            if isinstance(error, NOT_WHOLE) or not isinstance(error, UnreachableError | StoreError):
                 raise
             if patience_s is not None and time.monotonic() - began_at + pause_s > patience_s:
                 raise
@@ -182,7 +182,6 @@ def open_source(
         return RunSource(SyncerSource(text, run, keys=keys, insecure=insecure), patience_s)
     if keys is not None or insecure:
         raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")
-    store = open_store(text)
-    if isinstance(store, Directory) and not store.path.is_dir():
+    if not is_url(text) and not Path(text).is_dir():
         raise ConfigError(f"there is no store in {text}; give a directory, a bucket's URL or a syncer's host:port.")
-    return RunSource(store, patience_s)
+    return RunSource(open_store(text), patience_s)

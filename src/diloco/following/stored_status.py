@@ -1,4 +1,4 @@
-"""The status of a run from its store alone: `diloco status` of a run without its syncer."""
+"""The status of a run, and its newest digests, from its store alone: for `diloco status` and `replay`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from diloco.core.update import Update
-from diloco.errors import DamagedObjectError, translated
+from diloco.errors import ConfigError, DamagedObjectError, NotInitialisedError, StoreError, translated
 from diloco.escaping import MALFORMED
 from diloco.run.objects import Readable
 from diloco.run.ports import SavedRun
@@ -66,3 +66,22 @@ def _status(objects: Readable) -> dict[str, Any]:
         **values, "epoch": manifest.epoch, "spooled_bytes": None, "waits_for": None, "time_s": time.time(),
         "uptime_s": None, "missing_events": None, "budget_tokens": None, "num_bytes": {}, "store": store,
     }  # fmt: skip
+
+
+def newest_digests(objects: Readable) -> tuple[list[tuple[int, str]], int] | None:
+    """Version and digest of each fragment's newest version, not verified, of a run that may be served (empty: there is
+    no model), and the epoch of the newest claim; None: they cannot be read."""
+
+    def read() -> tuple[list[tuple[int, str]], int]:
+        manifest = read_manifest(objects)
+        newest = [versions[0] for versions in manifest.fragments]
+        with ObjectReader(objects) as reader:
+            heads = [(each.version, reader.head(each.held, f"version {each.version}")) for each in newest]
+        return [(version, str(head.described["update"]["digest"])) for version, head in heads], manifest.epoch
+
+    try:
+        return repeated(read)
+    except (ConfigError, NotInitialisedError):
+        return [], 0
+    except (StoreError, *MALFORMED):
+        return None

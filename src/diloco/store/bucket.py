@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.errors import ConfigError, MissingObjectError, StoreError, SwapRefusedError, first_line
-from diloco.protocol.manifest import MOST_BYTES
+from diloco.protocol.manifest import MOST_BYTES, is_object_name
 from diloco.run.objects import Found
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Bucket:
         self._objects = _opened(url, {"read_timeout": stalled, "timeout": timedelta(hours=1)})
         self._small = _opened(url, {"timeout": manifest, "connect_timeout": manifest})
 
+    def close(self) -> None:
+        """As `Directory.close`; a bucket has no lock."""
+
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -90,8 +93,8 @@ class Bucket:
                 raise
 
     def list(self) -> list[str]:
-        """As `Objects.list`."""
-        return sorted(path.removeprefix("objects/") for path in self._paths("objects/"))
+        """As `Objects.list`. Keys with other names are ignored."""
+        return sorted(filter(is_object_name, (path.removeprefix("objects/") for path in self._paths("objects/"))))
 
     def delete(self, names: Sequence[str]) -> None:
         """As `Objects.delete`."""
@@ -221,6 +224,8 @@ def _opened(url: str, timeouts: dict[str, timedelta]) -> AzureStore | GCSStore |
     except ImportError as error:
         raise ConfigError(f"the store {url} needs the package obstore; pip install 'diloco[bucket]'.") from error
     place, _, options = url.partition("?")
+    if re.search(r"//[^/]*:(?!\d+/).*@", place):
+        raise ConfigError("the URL of a bucket has credentials before its @; set them in the environment instead.")
     given: dict[str, Any] = dict(parse_qsl(options, keep_blank_values=True))
     if unknown := sorted(given.keys() - {"endpoint", "region"}):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Copies of a run from one store to another, while it is served or not: by hand, or by a schedule.
 
 A copy is one manifest with all objects that it names, each verified on the way. Objects keep their names, and those
-that the target has whole, by its own manifest, are not sent again. The target begins a later epoch than any that
-learners may have seen, without members: a syncer that opens it serves the run, and all learners join it again.
+that the target has whole, also from a copy that was cut off, are not sent again. The target begins a later epoch than
+any that learners may have seen, without members: a syncer that opens it serves the run, and all learners join it again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -57,19 +57,37 @@ def copy(source: Objects, target: Objects, progress: Callable[[int, int, int], N
             model. StoreError: an object is damaged; the target holds another run, or a later state of this one, or is
             served; or a place refuses. The target still holds what it held.
     """
-    return repeated(lambda: _copy(source, target, progress))
+    there, put = set(target.list()), set[str]()
+    try:
+        return repeated(lambda: _copy(source, target, there, put, progress))
+    except DilocoError:
+        with suppress(StoreError):
+            target.delete(sorted(put - _held(target, "")[0].names))  # another copy may have put the same
+        raise
 
 
-def _copy(source: Objects, target: Objects, progress: Callable[[int, int, int], None]) -> CopyResult:
-    manifest, found = read_manifest(source), target.manifest()  # in this order: the target may become newer meanwhile
-    before = Manifest(manifest.run) if found is None else Manifest.from_bytes(found.data, target.name)
+def _copy(
+    source: Objects, target: Objects, there: set[str], put: set[str], progress: Callable[[int, int, int], None]
+) -> CopyResult:
+    """As `copy`.
+
+    Arguments:
+        there: objects that the target had, also of copies that were cut off.
+        put: objects that this copy has put; after an error no manifest names them because of it.
+    """
+    manifest = read_manifest(source)
+    before, token = _held(target, manifest.run)  # in this order: the target may become newer meanwhile
     _require_follows(manifest, before, source, target)
+    target.delete(sorted(put - manifest.names - before.names))
+    put &= manifest.names
     epoch = max(fresh_epoch(manifest.epoch), before.epoch)
     assert manifest.record is not None
-    num_bytes, wanted = 0, sorted(manifest.names - {manifest.record} - _whole_names(target, manifest, before))
+    whole = put | _whole_names(target, manifest.names & there)
+    num_bytes, wanted = 0, sorted(manifest.names - {manifest.record} - whole)
     with ObjectReader(source) as reader:
         for number, name in enumerate(wanted, start=1):
             blob = reader.read(name, reader.head(name, COPIED), COPIED).blob
+            put.add(name)
             target.put(name, blob.parts)
             num_bytes += blob.num_bytes
             progress(number, len(wanted), num_bytes)
@@ -80,16 +98,26 @@ def _copy(source: Objects, target: Objects, progress: Callable[[int, int, int], 
         manifest, epoch=epoch, boot=0, serial=before.serial + 1, address="", record=name,
         origin=_position(manifest), copied_at=time.time(),
     )  # fmt: skip
-    target.swap(copied.to_bytes(), None if found is None else found.token)
-    target.delete(sorted(before.names - copied.names))
+    if not copied.names <= set(target.list()):
+        raise StoreError(f"another copy to {target.name} has deleted objects of this one; make one at a time.")
+    replaced = sorted((before.names | (there if before.origin else set())) - copied.names)
+    put.clear()  # the manifest may name them from now on
+    target.swap(copied.to_bytes(), token)
+    target.delete(replaced)
     return CopyResult(manifest.run, copied.versions, len(wanted), num_bytes)
 
 
-def _whole_names(target: Objects, manifest: Manifest, before: Manifest) -> set[str]:
-    """The objects of `manifest` that the target has, by its manifest `before`."""
+def _held(target: Objects, run: str) -> tuple[Manifest, str | None]:
+    """The target's manifest, or an empty one of this run, and its token."""
+    found = target.manifest()
+    return (Manifest(run), None) if found is None else (Manifest.from_bytes(found.data, target.name), found.token)
+
+
+def _whole_names(target: Objects, names: Iterable[str]) -> set[str]:
+    """Those of the names whose objects are whole."""
     found = set[str]()
     with ObjectReader(target) as reader:
-        for name in manifest.names & before.names:
+        for name in names:
             with suppress(*NOT_WHOLE):
                 reader.read(name, reader.head(name, COPIED), COPIED)
                 found.add(name)

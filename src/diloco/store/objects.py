@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,15 +36,9 @@ def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Director
     return Bucket(str(place))
 
 
-@contextmanager
-def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Directory | Bucket]:
-    """As `open_store`, and release the directory at the end."""
-    objects = open_store(place, lock=lock)
-    try:
-        yield objects
-    finally:
-        if isinstance(objects, Directory):
-            objects.close()
+def opened(place: str | os.PathLike[str], *, lock: bool = False) -> closing[Directory | Bucket]:
+    """As `open_store`, for a `with` that releases the directory at its end."""
+    return closing(open_store(place, lock=lock))
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:

@@ -21,21 +21,13 @@ from diloco.core.layout import Layout
 from diloco.core.memory import new_vector
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import (
-    ConfigError,
-    DamagedObjectError,
-    LayoutError,
-    MissingObjectError,
-    NotInitialisedError,
-    StoreError,
-)
+from diloco.errors import DamagedObjectError, LayoutError, MissingObjectError
 from diloco.escaping import MALFORMED
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.run.objects import Blob, Readable
 from diloco.store.blobs import ObjectHead, hasher_of
-from diloco.store.objects import read_manifest, repeated
 
 NOT_WHOLE = (MissingObjectError, DamagedObjectError)
 """What reading an object raises if it is not there as it was written; the place itself has answered."""
@@ -239,23 +231,3 @@ class ObjectReader:
 def _require_hash(name: str, data: bytes | memoryview) -> None:
     if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
         raise ValueError("its content is not the one in its name")
-
-
-def newest_digests(objects: Readable) -> tuple[list[tuple[int, str]], int] | None:
-    """Version and digest of each fragment's newest version, not verified, of a run that may be served (empty: there is
-    no model), and the epoch of the newest claim; None: they cannot be read."""
-
-    def read() -> tuple[list[tuple[int, str]], int]:
-        manifest = read_manifest(objects)
-        with ObjectReader(objects) as reader:
-            newest = [versions[0] for versions in manifest.fragments]
-            heads = [reader.head(each.held, f"version {each.version}") for each in newest]
-        digests = [str(head.described["update"]["digest"]) for head in heads]
-        return [(each.version, digest) for each, digest in zip(newest, digests, strict=True)], manifest.epoch
-
-    try:
-        return repeated(read)
-    except (ConfigError, NotInitialisedError):
-        return [], 0
-    except (StoreError, *MALFORMED):
-        return None

@@ -7,6 +7,7 @@ moves to `set-aside/`. All learners join again.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from diloco.errors import StoreError
@@ -78,11 +79,9 @@ def require_unserved(objects: Objects, lease_s: float = LEASE_S) -> None:
     found = objects.manifest()
     if isinstance(objects, Directory) or found is None:
         return
-    try:
+    with suppress(StoreError):  # it is damaged
         if Manifest.from_bytes(found.data, objects.name).boot == 0:
             return
-    except StoreError:  # it is damaged
-        pass
     until = time.monotonic() + lease_s
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(left_s, 1.0))

@@ -237,7 +237,7 @@ class Syncer:
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
             page_url=self._page_url, take_over=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
 
-            followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
+            followers=FollowerCalls(lambda: service.driver, self._objects, signed, guard, self.progress.evaluated),
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))

@@ -86,5 +86,6 @@ def _chunks(url: str, start: int, buffer: memoryview, filled: int) -> Iterator[i
         while filled < len(buffer) and (num_bytes := answer.readinto(buffer[filled : filled + _CHUNK_BYTES])):
             filled += num_bytes
             yield num_bytes
-        if answer.length:
-            raise OSError(f"{answer.length} bytes are missing")
+        size = answer.headers.get("Content-Range", "").rpartition("/")[2]
+        if filled < len(buffer) and start + filled < int(size):  # cut off, or an answer of a part of the range
+            raise OSError(f"it has sent {filled} of {len(buffer)} bytes")

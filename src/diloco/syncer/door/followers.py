@@ -88,7 +88,7 @@ class FollowerCalls:
     """Handlers of these calls.
 
     Arguments:
-        host: gives the driver of the run; raises StandbyError while this syncer does not serve it.
+        host: gives the driver of the run; raises StandbyError while this syncer does not serve it, or is suspended.
         objects: of the run.
         signed: URLs of the objects.
         guard: wraps the handlers.

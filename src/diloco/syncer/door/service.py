@@ -83,7 +83,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._admit, self._probing = self.guard.admit, threading.Lock()
-        self._initialising = Initialising(lambda: self._driver, self.transfers, self.audit, self.incoming, self.resumed)
+        self._initialising = Initialising(lambda: self.driver, self.transfers, self.audit, self.incoming, self.resumed)
 
     def handlers(self) -> Admission:
         """The argument of `grpc.Server.add_generic_rpc_handlers`."""
@@ -109,7 +109,7 @@ class Service:
         )
 
     @property
-    def _driver(self) -> HostedDriver:
+    def driver(self) -> HostedDriver:
         """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
         if self.is_suspended():
             raise StandbyError(
@@ -131,7 +131,7 @@ class Service:
                 lineage=vars(driver.lineage), lost_floor_s=self.lost_floor_s,
             )  # fmt: skip
 
-        return self._driver.ask(reply)
+        return self.driver.ask(reply)
 
     def join(self, caller: Caller, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, caller, request, "learner", "joins")
@@ -147,7 +147,7 @@ class Service:
                 claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
             )  # fmt: skip
 
-        reply: pb.JoinReply = self._driver.wait_for(join, context)
+        reply: pb.JoinReply = self.driver.wait_for(join, context)
         self.audit.admitted("Join", caller, request.learner, context.peer())
         return reply
 
@@ -172,14 +172,14 @@ class Service:
         self._admit(context, caller, request, "learner")
         claim, ask = value_of(Claim, request), ask_of(request)
 
-        grant: Grant = self._driver.wait_for(lambda driver, done: driver.lease(claim, ask, done), context)
+        grant: Grant = self.driver.wait_for(lambda driver, done: driver.lease(claim, ask, done), context)
         return message_of(pb.LeaseReply, grant)
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request, "learner")
         claim, report = value_of(Claim, request), report_of(request)
 
-        self._driver.wait_for(lambda driver, done: driver.leave(claim, report, partial(done, None)), context)
+        self.driver.wait_for(lambda driver, done: driver.leave(claim, report, partial(done, None)), context)
         self.reported(claim, report)
         return pb.LeaveReply()
 
@@ -207,7 +207,7 @@ class Service:
     def execute(self, order: Order, caller: Caller, peer: str, context: grpc.ServicerContext | None = None) -> str:
         """Execute an admin's order, from a call or from the live page; returns a sentence on its effect."""
 
-        said: str = self._driver.wait_for(lambda driver, done: driver.steer(order, caller.name, done), context)
+        said: str = self.driver.wait_for(lambda driver, done: driver.steer(order, caller.name, done), context)
         self.audit.admitted("Steer", caller, order.learner, peer)
         return said
 
@@ -241,7 +241,7 @@ class Service:
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.PushReply]:
         self._admit(context, caller, header, "learner", "contributions")
-        contribution, hosted = contribution_of(header), self._driver
+        contribution, hosted = contribution_of(header), self.driver
         what = "Push", header.fragment, header.number, header.start, header.stop
         with self.transfers.open(header.learner, header.incarnation, what, context):
             push = yield from self._receive(hosted, contribution, header, stream)
@@ -283,7 +283,7 @@ class Service:
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining else "updates"
         self._admit(context, caller, request, "learner", kind)
-        claim, hosted = value_of(Claim, request), self._driver
+        claim, hosted = value_of(Claim, request), self.driver
         lineage = vars(hosted.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             hosted.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
