@@ -607,6 +607,49 @@ def test_a_first_that_slept_while_its_swap_was_answered_publishes_and_is_suspend
     assert it.standing == "serving"
 
 
+def test_a_first_that_slept_before_it_read_again_is_suspended_first() -> None:
+    place = Place()
+    it = running(place)
+    it.publish(1)
+    it.lose()
+    it.wait(RETRY_S, answers=False)
+    it.answer()  # refused, and the manifest is not read
+    it.drop()
+    it.now += 2 * LEASE_S
+    it.do(it.publisher.tick(it.now))
+    assert (it.standing, it.sent) == ("suspended", [Read()])
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_fenced_syncer_names_objects_in_its_own_epoch(is_gone: bool) -> None:
+    place = Place()
+    first = running(place)
+    second = serving(place, 2, former=1)
+    assert second.publisher.next_name() == "2/1"
+    if is_gone:  # removed by hand
+        place.found = None
+    first.publish(1)
+    first.settle()
+    assert first.standing == "fenced"
+    assert epoch_of(first.object("record")) == 1
+
+
+@pytest.mark.parametrize("standing", ["serving", "suspended"])
+def test_a_first_is_fenced_by_a_manifest_that_cannot_be_read(standing: str) -> None:
+    place = Place()
+    it = running(place)
+    serving(place, 2, former=1)
+    if standing == "suspended":
+        it.now += 2 * LEASE_S
+    it.publish(1)
+    it.answer()
+    assert (it.standing, it.sent) == (standing, [Read()])
+    it.do(it.publisher.fail(StoreError("it has a later format.")))
+    assert (str(it.error), it.standing, it.publisher.wake_at) == ("it has a later format.", "fenced", math.inf)
+    it.do(it.publisher.release(it.now))
+    assert (len(it.sent), it.confirmed) == (1, ["initial"])
+
+
 @pytest.mark.parametrize("what", ["are not answered", "are refused"])
 def test_no_time_is_asked_for_again_at_that_time(what: str) -> None:
     """Whatever the sums of times round to, and whatever waits to be deleted."""

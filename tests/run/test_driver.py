@@ -41,6 +41,7 @@ from diloco.errors import (
 )
 from diloco.protocol.contribution import MISSED, NOT_FINITE, OUT_OF_STEP, UNMERGED
 from diloco.protocol.leases import Ask, DataSet
+from diloco.protocol.manifest import epoch_of
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.publishing import RETRY_S
 from diloco.run.ports import InitialModel, NullObserver
@@ -409,6 +410,46 @@ def test_a_run_that_could_not_begin_begins_later() -> None:
     assert scene.initialise() is None
     with pytest.raises(AlreadyInitialisedError):
         scene.initialise()
+
+
+def test_a_stop_does_not_wait_for_a_model_that_the_store_refuses() -> None:
+    scene, answers = Scene(), list[Any]()
+    scene.refuse = lambda what: what == "swap"
+    model = InitialModel(LAYOUT, (Number(0, 0), Number(0, 0)), b"", "a", "test", RUN_ID)
+    scene.driver.initialise(model, answers.append)
+    for effect in ("put", "answer", "swap"):
+        assert scene.driver.is_busy
+        scene.next(effect)
+    scene.next("answer")
+    assert (scene.driver.is_busy, answers) == (False, [])
+    scene.refuse = lambda _: False
+    scene.now += RETRY_S
+    scene.store.tick()
+    scene.settle()
+    assert (scene.driver.is_busy, answers) == (False, [None])
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_fenced_syncer_puts_objects_in_its_own_epoch_only(is_gone: bool) -> None:
+    """A round is closed after its fence."""
+    scene = started("a", "b")
+    [epoch] = {epoch_of(name) for name in scene.place.objects}
+    found, manifest = scene.place.found, scene.place.manifest
+    assert found is not None
+    assert manifest is not None
+    scene.place.swap(replace(manifest, epoch=epoch + 1, boot=7, serial=manifest.serial + 1).to_bytes(), found.token)
+    if is_gone:
+        scene.place.found = None
+    answers = list[int]()
+    scene.driver.join(Claim("c"), LAYOUT, answers.append)
+    scene.settle()
+    assert (scene.store.publisher.standing, answers) == ("fenced", [])
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    before = len(scene.place.objects)
+    scene.settle()
+    assert len(scene.place.objects) > before
+    assert {epoch_of(name) for name in scene.place.objects} == {epoch}
 
 
 def test_of_two_that_initialise_at_once_one_does() -> None:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,20 @@ def test_a_stop_goes_on_past_a_call_that_was_answered_just_before(tmp_path: Path
             driver.stop()  # before the caller has taken the answer
 
         assert driver.wait_for(answered) == 7
+
+
+def test_a_stop_goes_on_past_a_call_that_ends_at_the_same_time(tmp_path: Path) -> None:
+    """The call ends after the stop has found it open."""
+    with driver_in(tmp_path) as (driver, _), driver.asking(lambda _, __: None) as future:
+
+        def done() -> bool:
+            is_done = Future.done(future)
+            future.set_exception(UnreachableError("the call has ended."))
+            return is_done
+
+        future.done = done  # type: ignore[method-assign]
+        driver.stop()
+        assert isinstance(future.exception(), UnreachableError)
 
 
 def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:

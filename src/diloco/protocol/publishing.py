@@ -164,6 +164,7 @@ class Publisher:
     Attributes:
         standing: as above.
         manifest: the newest one that is known.
+        epoch: that of its last claim; 0: there was none.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Publisher:
     ) -> None:  # fmt: skip
         self.standing: Standing = "waiting"
         self.manifest: Manifest | None = None
+        self.epoch = 0
         self._run, self._boot, self._former, self._address = run, boot, former, address
         self._is_standby, self._lease_s, self._keep_s, self._shortest_s = is_standby, lease_s, keep_s, shortest_swap_s
         self._token: str | None = None
@@ -204,7 +206,7 @@ class Publisher:
         is_first = self._seen_at is None
         self.manifest, self._token = found, token
         if found is not None and found.run != self._run:
-            return self._fail(
+            return self.fail(
                 UnknownRunError(
                     f"the store holds run {found.run!r}, not {self._run!r}; use another place for this run."
                 )
@@ -218,7 +220,7 @@ class Publisher:
         if has_changed and not is_first and not self._is_standby:
             assert found is not None
             at = f" at {found.address}" if found.address else ""
-            return self._fail(
+            return self.fail(
                 StoreError(
                     f"the store is served by another syncer{at}, in epoch {found.epoch}; stop that one, or start this "
                     "one with --standby."
@@ -232,7 +234,7 @@ class Publisher:
         claim = replace(
             found, epoch=found.epoch + 1, boot=self._boot, address=self._address, origin=None, copied_at=None
         )
-        self.standing = "claiming"
+        self.standing, self.epoch = "claiming", claim.epoch
         return [Stand("claiming", "the run is free"), *self._send(now, claim, ())]
 
     def start(self, now: float) -> list[Act]:
@@ -240,17 +242,19 @@ class Publisher:
         self._is_reading, self._read_at = True, math.inf
         return [Read()]
 
-    def _fail(self, error: DilocoError) -> list[Act]:
+    def fail(self, error: DilocoError) -> list[Act]:
+        """The run cannot be served; also called where the manifest that was read is damaged, or of a later format."""
+        if self._is_over:
+            return []
         self.standing = "fenced"
         return [RefuseStart(error)]
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def next_name(self) -> str:
-        """The beginning of a new object's name, of the run that is served."""
-        assert self.manifest is not None
+        """The beginning of a new object's name, in the epoch that was claimed, also once another one is known."""
         self._num_names += 1
-        return f"{self.manifest.epoch}/{self._num_names}"
+        return f"{self.epoch}/{self._num_names}"
 
     def change(self, now: float, change: Change) -> list[Act]:
         """Make a change with the next swap. Its objects are there."""
@@ -300,7 +304,7 @@ class Publisher:
         if self.standing == "claiming":
             self.standing = "waiting"
             return [Stand("waiting", "another syncer was faster"), *self.read(now, found, token)]
-        self.standing, self.manifest = "fenced", found
+        self.standing, self.manifest = "fenced", found or Manifest(self._run)
         at = None if found is None else f"at {found.address or 'another address'} in epoch {found.epoch}"
         return [Stand("fenced", f"the run is served by {f'the syncer {at}' if at else 'no syncer'}")]
 
@@ -379,8 +383,6 @@ class Publisher:
         """Time may have passed: do what is due."""
         if self._is_over:
             return []
-        if self._read_at <= now:
-            return self.start(now)
         acts: list[Act] = []
         is_held = now < self._held_from + self._lease_s
         if self.standing == "serving" and not is_held:
@@ -389,6 +391,8 @@ class Publisher:
         elif self.standing == "suspended" and is_held:
             self.standing = "serving"
             acts.append(Stand("serving", "the store answers again"))
+        if self._read_at <= now:
+            return [*acts, *self.start(now)]
         in_flight = self._in_flight
         if in_flight is not None and in_flight.retry_at <= now:
             in_flight.retry_at, self._began_at = math.inf, now

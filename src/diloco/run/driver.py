@@ -132,7 +132,7 @@ class Driver(Generic[H, S, P]):
     @property
     def is_busy(self) -> bool:
         """Whether tensor work is under way, or a commit to a store that does not refuse it."""
-        return self._executor.is_busy or bool(self._beginnings)
+        return self._executor.is_busy or (bool(self._beginnings) and not self._ports.store.is_refusing)
 
     def fetch(self, fragment: int, base: int, claim: Claim | None = None) -> FragmentAnswer[H, P]:
         """The update that follows version `base`, or the newest whole fragment if that update is not kept.

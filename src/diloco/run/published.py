@@ -148,8 +148,7 @@ class PublishedStore(Generic[H, P]):
         self, run: str, method: RunMethod, model: InitialModel[H], done: Callable[[StoreError | None], None]
     ) -> None:
         """As `ports.StorePort`."""
-        assert self.publisher.manifest is not None
-        epochs = (first_epoch(model, self.publisher.manifest.epoch),)
+        epochs = (first_epoch(model, self.publisher.epoch),)
         prefixes = [self.publisher.next_name() for _ in range(len(model.fragments) + 2)]
 
         def put_all() -> list[str]:
@@ -279,7 +278,7 @@ class PublishedStore(Generic[H, P]):
         try:
             manifest = None if found is None else Manifest.from_bytes(found.data, self._objects.name)
         except StoreError as error:  # damaged, or of another format
-            self._host.refused(error)
+            self._do(self.publisher.fail(error))
             return
         is_waiting = self.publisher.standing == "waiting"
         self._do(self.publisher.read(now_s, manifest, None if found is None else found.token))

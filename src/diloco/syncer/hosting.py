@@ -236,7 +236,8 @@ class HostedDriver:
             try:
                 return self._format.read(self._objects, manifest)
             except DilocoError as error:
-                is_final = not isinstance(error, StoreError) or isinstance(error, NOT_WHOLE)
+                # another process may have claimed the run of a suspended one, and have deleted objects
+                is_final = not isinstance(error, StoreError) or (isinstance(error, NOT_WHOLE) and not self.is_suspended)
                 if is_final or not is_claimed or not self._publisher.is_serving or self._is_stopped:
                     return error
                 log.warning("the run cannot be loaded yet: %s", error)
@@ -250,10 +251,10 @@ class HostedDriver:
     def _begin(self, manifest: Manifest, saved: Saved | DilocoError | None) -> None:
         """The run was loaded: serve it."""
         self._format.forget()
+        if not self._publisher.is_serving:  # fenced, or about to stop
+            return
         if isinstance(saved, DilocoError):
             self.refused(saved)
-            return
-        if not self._publisher.is_serving:  # fenced, or about to stop
             return
         ports = Ports(self._ticker, self._spool, self.jobs, self.store, self._threads, self._journal)
         if self._recorder is not None:
@@ -288,20 +289,22 @@ class HostedDriver:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def require(self) -> None:
-        """Check that this process serves the run, or is suspended.
+    def require(self, *, reaches_store: bool = False) -> None:
+        """Check that this process serves the run, or is suspended. `reaches_store`: and not suspended.
 
         Raises:
             StandbyError: it does not now.
         """
         with self._changed:
-            self._look_at_leases()
+            may_serve = self._driver is not None and not (self.is_suspended and reaches_store)
             standing, manifest = self._publisher.standing, self._publisher.manifest
-            if self._driver is not None and self._publisher.is_serving:
+            if may_serve and self._publisher.is_serving:
                 return
             at = f" at {manifest.address}" if manifest is not None and manifest.address else ""
         said = {
             "waiting": f"a standby of the syncer{at}, which serves run {self.run!r}; call that one",
+            "suspended": "without its store now, so that it can make nothing durable; repeat the call, which it or the "
+            "run's next syncer answers",
             "fenced": f"fenced: the syncer{at} serves run {self.run!r}; call that one",
             "released": "about to stop; repeat the call, which the run's next syncer answers",
         }
@@ -377,8 +380,9 @@ class HostedDriver:
                 caller that has given up must not hold a thread.
         """
         with self.asking(event) as future:
-            if context is not None and not context.add_callback(partial(_fail, future)):
-                _fail(future)
+            ended = partial(_fail, future, UnreachableError("the call ended before its answer."))
+            if context is not None and not context.add_callback(ended):
+                ended()
             return future.result()
 
     def until_done(
@@ -459,8 +463,7 @@ class HostedDriver:
             if self._driver is not None:
                 self._driver.end()
             for future in self._asking:
-                if not future.done():  # a future whose caller has not read the answer yet is done
-                    future.set_exception(_stopped())
+                _fail(future, _stopped())
             self._asking.clear()
             self._changed.notify_all()
         self._threads.stop()
@@ -490,6 +493,6 @@ def _answer(future: Future[T], value: T) -> None:
         future.set_result(value)
 
 
-def _fail(future: Future[Any]) -> None:
-    with suppress(InvalidStateError):  # the call was answered
-        future.set_exception(UnreachableError("the call ended before its answer."))
+def _fail(future: Future[Any], error: UnreachableError) -> None:
+    with suppress(InvalidStateError):  # the call was answered, and its caller may not have read that yet
+        future.set_exception(error)

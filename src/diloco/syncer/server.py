@@ -147,7 +147,7 @@ class Syncer:
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
         self._failure: BaseException | None = None
-        self._stopping = threading.Event()
+        self._stopping, self._beginning = threading.Event(), threading.Lock()
         num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
             ThreadPoolExecutor(1),  # unused: `Admission` gives each call its threads
@@ -238,7 +238,6 @@ class Syncer:
             page_url=self._page_url, take_over=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
 
             followers=FollowerCalls(lambda: service.driver, self._objects, signed, guard, self.progress.evaluated),
-            is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -310,7 +309,10 @@ class Syncer:
                         f"another syncer serves run {self.run!r} from {self._objects.name} now, so this one ends; "
                         "start it with --standby to wait for its turn."
                     )
-                self._hosted = self._begin(is_standby=True)
+                with self._beginning:
+                    if self._stopping.is_set():
+                        return
+                    self._hosted = self._begin(is_standby=True)
             except BaseException as error:
                 if not isinstance(error, DilocoError):
                     log.critical("this syncer cannot begin again", exc_info=error)
@@ -334,12 +336,12 @@ class Syncer:
         """Finish merges in progress, notify the learners, and stop."""
         if self._stopping.is_set():
             return
-        self._stopping.set()
-        self.progress.write()
-        self._hosted.stop()
-        self._standing.join()
+        with self._beginning:
+            self._stopping.set()
         hosted = self._hosted
-        hosted.stop()  # where it has begun again as a standby meanwhile
+        self.progress.write()
+        hosted.stop()
+        self._standing.join()
         self._server.stop(grace=1.0).wait()
         self._checks.stop()
         self._audit.flush(after_s=0.0)

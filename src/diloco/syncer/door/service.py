@@ -62,7 +62,6 @@ class Service:
         page_url: gives a caller a link to the live page.
         take_over: lets this syncer serve the run by an admin's order; returns the epoch and versions that it serves.
         followers: handlers of the calls of followers.
-        is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
     run: str
@@ -79,7 +78,6 @@ class Service:
     page_url: Callable[[Caller], str]
     take_over: Callable[[], tuple[int, tuple[int, ...]]]
     followers: FollowerCalls
-    is_suspended: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._admit, self._probing = self.guard.admit, threading.Lock()
@@ -110,13 +108,11 @@ class Service:
 
     @property
     def driver(self) -> HostedDriver:
-        """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
-        if self.is_suspended():
-            raise StandbyError(
-                "this syncer does not reach its store now, so that it can make nothing durable; repeat the call, which "
-                "it or the run's next syncer answers."
-            )
-        return self.host()
+        """The driver, for all calls but Heartbeat, Watch and Status, which a syncer that does not reach its store
+        answers too. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
+        hosted = self.host()
+        hosted.require(reaches_store=True)
+        return hosted
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -155,16 +151,13 @@ class Service:
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
-        claim, report = value_of(Claim, request), report_of(request)
+        claim, report, hosted = value_of(Claim, request), report_of(request), self.host()
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
-            standing = driver.heartbeat(claim, report)
-            lineage = vars(driver.lineage)
-            return pb.HeartbeatReply(
-                lineage=lineage, standing=standing_message(standing), is_suspended=self.is_suspended()
-            )
+            standing = standing_message(driver.heartbeat(claim, report))
+            return pb.HeartbeatReply(lineage=vars(driver.lineage), standing=standing, is_suspended=hosted.is_suspended)
 
-        answer = self.host().ask(reply)
+        answer = hosted.ask(reply)
         self.reported(claim, report)
         return answer
 
@@ -249,6 +242,7 @@ class Service:
         whole = pb.Received(num_bytes=stop - start, all=True)
         waiting = hosted.until_done(lambda driver, done: driver.complete_push(push, done))
         yield from (pb.PushReply(received=whole) for _ in waiting)
+        hosted.require(reaches_store=True)
         yield pb.PushReply()
 
     def _receive(
