@@ -13,19 +13,66 @@ from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, DiLoCo
 from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.errors import ConfigError, DrainedError
-from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Tell, WakeAt
+from diloco.protocol.actions import Action, Evict, MergeRound, Tell, WakeAt
+from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.steering import Order, Pool
+from diloco.protocol.steering import Order, Pool, Steering
 from diloco.protocol.syncer import SyncerCore
 
 
 def steer(core: SyncerCore, what: Any, learner: str = "", *, now: float = 1.0, **fields: Any) -> list[Action]:
-    return core.steer(now, Order(what, learner, **fields), "alice")[1]
+    """An order, which is durable at once."""
+    _, actions = core.steer(now, Order(what, learner, **fields), "alice")
+    return [*actions, *record(core, now)[1]]
 
 
 def drained(core: SyncerCore) -> set[str]:
     return {learner for learner in core.members if core.standing(learner).drained}
+
+
+# --- durable first ----------------------------------------------------------------------------------------------------
+
+
+def test_an_order_is_in_force_with_the_first_durable_record_that_has_it() -> None:
+    run = Run("a", "b")
+    written = run.core.saved()  # under way when the orders come
+    for order in (Order("pause"), Order("evict", "b", bans=True), Order("quorum", at_least=1)):
+        _, actions = run.core.steer(1.0, order, "alice")
+        assert kinds(actions) == ["PersistRecord", "WakeAt"]
+    assert run.core.recorded(2.0, written.serial) == []
+    assert (run.core.standing("a").paused, "b" in run.core.members) == (False, True)
+    assert restarted(run.core, written, 3.0).steering == Steering()
+    run.core.saved()  # which is not stored
+    written, actions = record(run.core, 4.0)
+    assert kinds(actions) == ["Evict", "Tell", "PersistRecord", "WakeAt"]
+    assert (run.core.standing("a").paused, "b" in run.core.members) == (True, False)
+    with pytest.raises(DrainedError, match="may not join again before it is admitted|before an admin admits it"):
+        run.core.joined(5.0, "b")
+    assert restarted(run.core, written, 5.0).steering == run.core.steering
+
+
+def test_a_pause_that_is_resumed_before_it_is_durable_never_was() -> None:
+    run = Run("a", "b")
+    for what in ("pause", "resume"):
+        run.core.steer(1.0, Order(what), "alice")
+    assert record(run.core, 2.0)[1] == []
+    assert not run.core.standing("a").paused
+
+
+def test_learners_that_still_stand_while_a_resume_becomes_durable_do_not_wait_for_each_other() -> None:
+    core = SyncerCore(Rules.of(DiLoCo(sync_every=H, quorum=Pushed(at_least=2)), 2), [0, 0])
+    for learner in "ab":
+        core.joined(0.0, learner)
+        called(core, 0.0, learner, 1)
+    for fragment, learner in enumerate("ab"):
+        core.contributed(1.0, Contribution(learner, 1, fragment, 1, 0, 0, H, H, H, step=H))
+    steer(core, "pause", now=2.0)
+    actions = core.steer(3.0, Order("resume"), "alice")[1]
+    for learner in "ab":
+        actions += called(core, 4.0, learner, H, waiting=True)
+    actions += record(core, 5.0)[1] + called(core, 6.0, "a", H)
+    assert MergeRound not in map(type, actions)
 
 
 # --- evict, drain, admit, end -----------------------------------------------------------------------------------------
@@ -37,7 +84,6 @@ def test_an_evicted_learner_is_told_by_whom_and_may_join_again() -> None:
     actions = steer(run.core, "evict", "b", now=2.0, reason="its disk is swapped")
     assert only(Evict, actions) == Evict("b", 1, "evicted by alice: its disk is swapped", False)
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]  # which waited for it
-    assert only(PersistRecord, actions)
     assert run.core.joined(3.0, "b")[0] == 2
 
 
@@ -45,6 +91,7 @@ def test_a_banned_learner_joins_after_it_is_admitted() -> None:
     run = Run("a", "b")
     said, _ = run.core.steer(1.0, Order("evict", "b", bans=True), "alice")
     assert said == "b was evicted by alice; it may not join again before it is admitted"
+    assert only(Evict, record(run.core)[1]).learner == "b"
     with pytest.raises(DrainedError, match=r"b was evicted by alice; .* \(diloco admin admit b\)"):
         run.core.joined(2.0, "b")
     run.restart(3.0, run.record(3.0))
@@ -68,11 +115,9 @@ def test_a_learner_that_is_not_there_can_only_be_banned() -> None:
 
 def test_a_drained_learner_contributes_once_more_and_does_not_come_back() -> None:
     run = Run("a", "b")
-    assert Tell not in map(type, steer(run.core, "drain", "b"))
-    assert drained(run.core) == set()
-    written, actions = record(run.core)
-    assert (actions, drained(run.core)) == ([Tell(("a", "b"))], {"b"})  # once it is durable
-    run.restart(2.0, written)
+    assert only(Tell, steer(run.core, "drain", "b")) == Tell(("a", "b"))
+    assert drained(run.core) == {"b"}
+    run.restart(2.0, run.record(2.0))
     assert drained(run.core) == {"b"}
     run.send(2.0, "a", 0)
     assert only(MergeRound, run.send(2.0, "b", 0)).members == {"a", "b"}
@@ -86,7 +131,6 @@ def test_a_run_that_is_ended_drains_all_merges_what_they_send_and_admits_none() 
     run = Run("a", "b")
     steer(run.core, "pause")
     steer(run.core, "end", reason="the paper is out")
-    record(run.core)
     assert drained(run.core) == {"a", "b"}
     run.send(2.0, "a", 0)
     only(MergeRound, run.send(2.0, "b", 0))
@@ -95,7 +139,6 @@ def test_a_run_that_is_ended_drains_all_merges_what_they_send_and_admits_none() 
     with pytest.raises(DrainedError, match="the run was ended by alice: the paper is out; no learner may join until"):
         run.core.joined(5.0, "c")
     steer(run.core, "resume")
-    record(run.core)
     assert drained(run.core) == set()
     assert run.core.joined(5.0, "c")[0] == 1
 
@@ -105,7 +148,6 @@ def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
     for learner in "abcd":
         core.joined(0.0, learner)
     steer(core, "drain", "a")
-    record(core)
     assert drained(core) == {"a"}
     core.heartbeat(1.0, "b", 1, Report(step=4, steps=4, tokens=4, step_s=1.0))
     assert drained(core) == {"a", "c", "d"}
@@ -117,15 +159,12 @@ def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
 def test_no_round_is_merged_while_the_run_is_paused() -> None:
     run = Run("a", "b")
     run.send(1.0, "a", 0)
-    assert kinds(steer(run.core, "pause", reason="power cut at noon")) == ["PersistRecord", "WakeAt"]
-    assert not run.core.standing("a").paused
-    assert record(run.core)[1] == [Tell(("a", "b"))]
+    assert kinds(steer(run.core, "pause", reason="power cut at noon")) == ["PersistRecord", "WakeAt", "Tell", "WakeAt"]
     assert run.core.standing("a").paused
     assert MergeRound not in map(type, run.send(2.0, "b", 0))
     assert run.reason(2.0) == "paused by alice: power cut at noon"
     actions = steer(run.core, "resume", now=9.0)
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a", "b"]
-    assert record(run.core)[1] == [Tell(("a", "b"))]
     assert not run.core.standing("a").paused
 
 
@@ -224,7 +263,6 @@ def test_a_lower_quorum_lets_a_round_go_that_lacks_learners() -> None:
     run.send(2.0, "a", 0)
     assert run.reason(2.0) == "1 of at least 2 learners have contributed"
     only(MergeRound, steer(run.core, "quorum", at_least=1))
-    record(run.core)
     assert run.core.standing("a").at_least == 1
 
 

@@ -1272,8 +1272,10 @@ def test_a_run_settles_with_a_round_that_lacks_learners_but_not_while_it_is_paus
     run = Run("a", "b", at_least=2)
     run.send(1.0, "a", 0)
     run.core.steer(2.0, Order("pause"), "x")
+    run.record(2.0)
     finish(run, 3.0, "a", step=10)
     finish(run, 3.0, "b", step=3)
     assert not run.core.is_settled
     run.core.steer(4.0, Order("resume"), "x")
+    run.record(4.0)
     assert run.core.is_settled

@@ -41,27 +41,30 @@ def test_an_order_is_answered_once_it_is_durable() -> None:
     assert scene.driver.core.at_least == 1
 
 
-def test_an_order_that_the_disk_has_not_taken_is_not_answered_and_does_not_stand_after_a_restart() -> None:
+def test_an_order_that_the_disk_has_not_taken_is_not_answered_and_does_not_stand() -> None:
     scene = started("a", "b")
     scene.refuse = lambda _: True
     answers = steer(scene, "pause")
     scene.settle()
     assert answers == []
-    assert scene.driver.core.steering.paused is not None
+    assert scene.driver.core.steering.paused is None
     scene.restart()
     assert scene.driver.core.steering.paused is None
 
 
-def test_learners_hear_of_it_at_once() -> None:
+def test_learners_hear_of_it_once_it_is_durable() -> None:
     scene = started("a", "b")
     lines = {learner: scene.listen(learner) for learner in "ab"}
     steer(scene, "pause")
     steer(scene, "drain", "b")
+    assert not any(heard.paused for line in lines.values() for heard in line.heard)
     scene.settle()
     assert {learner: (line.heard[-1].paused, line.heard[-1].drained) for learner, line in lines.items()} == {
         "a": (True, False), "b": (True, True),
     }  # fmt: skip
     steer(scene, "evict", "a", reason="it is mute")
+    assert not lines["a"].has_ended
+    scene.settle()
     assert lines["a"].evicted_for == "evicted by alice: it is mute"
     assert lines["a"].has_ended
 

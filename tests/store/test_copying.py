@@ -39,7 +39,7 @@ from diloco.run.objects import Objects
 from diloco.store.copying import Copies, CopyPlan, CopyResult, copy, due_in_s
 from diloco.store.directory import Directory
 from diloco.store.inspection import check
-from diloco.store.objects import open_store, opened, read_manifest
+from diloco.store.objects import is_url, open_store, opened, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,8 @@ def test_a_copy_that_was_cut_off_is_continued_by_the_next(place: str, tmp_path: 
     copied(tmp_path / "run", place)
     versions, names = state_of(place)
     assert versions == (7, 7)
-    assert set(names) == read_manifest(open_store(place)).names
+    left = set(names) - read_manifest(open_store(place)).names
+    assert bool(left) == is_url(place)  # in a bucket another copy may be under way: the next syncer on it deletes them
     assert check(open_store(place)).problems == []
 
 

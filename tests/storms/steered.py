@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from tests.storms.plans import ORDERS, Fault
 from tests.storms.world import Storm
 
+from diloco.errors import ConfigError
 from diloco.protocol.steering import Order
 
 AGAIN_S = 1.0
@@ -45,6 +48,7 @@ class SteeredStorm(Storm):
         """Until no fault can bring the pause back."""
         if self.driver is not None and self.driver.state.is_initialised and self.driver.core.steering.paused:
             self.quiet_s = max(self.quiet_s, self.now_s + AGAIN_S)
-            self._give(Order("resume"))
+            with suppress(ConfigError):  # the order before is not durable yet
+                self._give(Order("resume"))
         if self.now_s <= self.calm_s + LATEST_S:
             self.after(AGAIN_S, self._resume)

@@ -106,7 +106,7 @@ def wait_for_its_end(syncer: Syncer) -> None:
 
 
 def test_a_syncer_ends_when_it_cannot_read_the_manifest_that_has_replaced_its_own(shared: Shared) -> None:
-    syncer = shared.start(lease_s=1.0)
+    syncer = shared.start(lease_s=3.0)
     until_serving(syncer)
     shared.swap(lambda manifest: claimed(manifest).to_bytes()[:-1])
     with pytest.raises(DamagedObjectError, match=r"the manifest of \S+ is damaged"):
@@ -166,7 +166,7 @@ def test_a_syncer_that_is_deposed_while_it_loads_the_run_waits_for_its_turn(shar
 def test_a_contribution_that_comes_up_before_a_syncer_is_suspended_is_not_acknowledged_after_that(
     shared: Shared,
 ) -> None:
-    syncer = shared.start(lease_s=1.0)
+    syncer = shared.start(lease_s=3.0)
     until_serving(syncer)
     raw = shared.raw(syncer)
     raw.initialise()

@@ -35,7 +35,7 @@ Standing = Literal["waiting", "claiming", "serving", "suspended", "fenced", "rel
     claiming    its claim is in flight
     serving     it serves the run
     suspended   a lease has passed since its last confirmed swap was sent
-    fenced      another syncer has claimed the run
+    fenced      another syncer has claimed the run, or it cannot be served
     released    it has given up the run, which any syncer may claim at once
 """
 
@@ -102,7 +102,7 @@ class Stand:
 
 @dataclass(frozen=True)
 class RefuseStart:
-    """The start is refused."""
+    """The run cannot be served: the start is refused, or the manifest cannot be read."""
 
     error: DilocoError
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from diloco.core.weights import weights_of
@@ -48,7 +49,7 @@ class SyncerCore:
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         leases: of the units of the run's data.
-        steering: the operator's orders; learners hear of those in the newest durable record.
+        steering: the operator's orders that are in force: those in the newest durable record.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
         is_settled: as `Standing.settled`.
@@ -66,7 +67,8 @@ class SyncerCore:
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))
         self.leases = Leases(len(self.fragments))
-        self.steering, self._told, self._saving = Steering(), Steering(), Steering()
+        self.steering, self._ordered, self._saving = Steering(), Steering(), Steering()
+        self._to_evict, self._evicting = dict[str, str](), dict[str, str]()  # by order, with the reason
         self.rounds = HALVES[type(rules.quorum)].syncer(rules.quorum, self)
         self.is_settled = False
         self._serial = 0
@@ -85,7 +87,8 @@ class SyncerCore:
         """
         self._serial += 1
         self._wants_record = False
-        self._saving = Steering.restored(self.steering.saved())
+        self._saving = Steering.restored(self._ordered.saved())
+        self._evicting, self._to_evict = self._evicting | self._to_evict, {}
         steps = [state.step for state in self.fragments]
         decided: list[Decided] = []
         for fragment in storing:
@@ -109,7 +112,7 @@ class SyncerCore:
             "accounts": self.accounting.saved(self._serial, decided),
             "leases": self.leases.saved(decided, left_open),
             "rounds": self.rounds.saved(storing),
-            "steering": self.steering.saved(),
+            "steering": self._saving.saved(),
         }
         return Record(self._serial, values)
 
@@ -128,7 +131,7 @@ class SyncerCore:
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.rounds.restore(values["rounds"])
         self.steering, self._paused_at = Steering.restored(values["steering"]), now
-        self._told = Steering.restored(values["steering"])
+        self._ordered = Steering.restored(values["steering"])
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         """The state of the run for a member's own checkpoint, as plain values (JSON); `records.rewound` restores it."""
@@ -349,34 +352,36 @@ class SyncerCore:
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:
-        """The record with this serial number is durable: send its verdicts, and orders, to their learners."""
-        with_verdicts, has_orders = self.accounting.recorded(serial), self._told != self._saving
-        self._told = self._saving
-        learners = sorted(each for each in self.members if has_orders or each in with_verdicts)
-        return [Tell(tuple(learners))] if learners else []
+        """The record with this serial number is durable: send its verdicts to their learners, and obey its orders."""
+        learners = sorted(self.accounting.recorded(serial) & self.members.keys())
+        if self.steering == self._saving and not self._evicting:
+            return [Tell(tuple(learners))] if learners else []
+        was_paused, self.steering = self.steering.paused is not None, self._saving
+        evicting, self._evicting = self._evicting, {}
+        evicts = [self._evict(it, why, replaced=False) for it, why in evicting.items() if it in self.members]
+        if self.steering.paused is not None and not was_paused:
+            self._paused_at = now
+        elif was_paused and self.steering.paused is None:
+            self._resume(now)
+        return [*chain.from_iterable(evicts), Tell(tuple(sorted(self.members))), *self._look_again(now)]
 
     # --- an operator --------------------------------------------------------------------------------------------------
 
     def steer(self, now: float, order: Order, by: str) -> tuple[str, list[Action]]:
-        """An order of the operator `by`; returns its effect in a sentence. Learners hear of it once a record with it is
+        """An order of the operator `by`; returns its effect in a sentence. It is in force once a record with it is
         durable.
 
         Raises:
             ConfigError: the order cannot be executed.
         """
-        was_paused = self.steering.paused is not None
-        present = [learner for learner in self._training if not self.steering.takes_out(learner)]
-        said = self.steering.take(
+        present = [learner for learner in self._training if not self._ordered.takes_out(learner)]
+        said = self._ordered.take(
             order, by, list(self.members), present, self.pool, one_at_a_time=self.rules.one_at_a_time
         )
-        is_evicted = order.what == "evict" and order.learner in self.members
-        evicts = self._evict(order.learner, f"evicted {order.given(by)}", replaced=False) if is_evicted else []
-        if self.steering.paused is not None and not was_paused:
-            self._paused_at = now
-        elif was_paused and self.steering.paused is None:
-            self._resume(now)
+        if order.what == "evict":
+            self._to_evict[order.learner] = f"evicted {order.given(by)}"
         self._wants_record = True
-        return said, [*evicts, *self._look_again(now)]
+        return said, self._wake(now)
 
     def _resume(self, now: float) -> None:
         """Resume after a pause; its time counts for no round and no learner."""
@@ -416,7 +421,7 @@ class SyncerCore:
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
             self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
-            paused=self._told.paused is not None, at_least=self._told.at_least or 0, settled=self.is_settled,
+            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0, settled=self.is_settled,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -445,9 +450,8 @@ class SyncerCore:
 
     @property
     def drained(self) -> Sequence[str]:
-        """The newest members, if the pool has no place for them, and those that an operator has drained, once that is
-        durable."""
-        return self._told.drained(self._training, self.pool, self.step)
+        """The newest members, if the pool has no place for them, and those that an operator has drained."""
+        return self.steering.drained(self._training, self.pool, self.step)
 
     @property
     def _training(self) -> list[str]:

@@ -224,7 +224,7 @@ def _opened(url: str, timeouts: dict[str, timedelta]) -> AzureStore | GCSStore |
     except ImportError as error:
         raise ConfigError(f"the store {url} needs the package obstore; pip install 'diloco[bucket]'.") from error
     place, _, options = url.partition("?")
-    if re.search(r"//[^/]*:(?!\d+/).*@", place):
+    if re.search(r"//[^/]*:(?!\d+/).*@" if place.startswith("http") else r"//.*:.*@", place):
         raise ConfigError("the URL of a bucket has credentials before its @; set them in the environment instead.")
     given: dict[str, Any] = dict(parse_qsl(options, keep_blank_values=True))
     if unknown := sorted(given.keys() - {"endpoint", "region"}):

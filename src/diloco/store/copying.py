@@ -100,7 +100,8 @@ def _copy(
     )  # fmt: skip
     if not copied.names <= set(target.list()):
         raise StoreError(f"another copy to {target.name} has deleted objects of this one; make one at a time.")
-    replaced = sorted((before.names | (there if before.origin else set())) - copied.names)
+    is_alone = before.origin is not None and isinstance(target, Directory)  # otherwise another copy may need these
+    replaced = sorted((before.names | (there if is_alone else set())) - copied.names)
     put.clear()  # the manifest may name them from now on
     target.swap(copied.to_bytes(), token)
     target.delete(replaced)
