@@ -94,9 +94,8 @@ def _follow(
     run, keys, insecure = config.run.name, keys or config.syncer.keys, insecure or config.syncer.insecure
     has_syncer = is_address(source)
     syncer = report_to or (source if has_syncer else None)
-    follower = follow(
-        source, run=run, every=every, keys=keys if has_syncer else None, insecure=insecure and has_syncer
-    )  # fmt: skip
+    of_source = keys if has_syncer else None
+    follower = follow(source, run=run, every=every, keys=of_source, insecure=insecure and has_syncer)
     with ExitStack() as opened:
         opened.enter_context(follower)
         reporter = None if syncer is None else Reporter(syncer, run, follower.closing, keys=keys, insecure=insecure)

@@ -9,10 +9,9 @@ import typer
 from diloco.cli._options import Every, Insecure, Json, Keys, Source
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals
-from diloco.config import RunConfig, load_config
+from diloco.config import load_config
 
 if TYPE_CHECKING:
-    from diloco.following.copies import Writer
     from diloco.following.follower import FollowedModel
 
 
@@ -32,15 +31,22 @@ def command(
     """Keep a copy of a run's newest model in a folder, from its syncer or its store.
 
     The copy is whole at every moment. Prints a line for each version."""
-    from diloco.following.copies import FollowedFolder
+    from diloco.following.copies import FollowedFolder, write_tensors
     from diloco.following.follower import follow, newest_model
     from diloco.following.sources import is_address
 
-    config = load_config(Path(run)) if run.endswith(".toml") else None
-    name = run if config is None else config.run.name
-    if config is not None and is_address(source):
-        keys, insecure = keys or config.syncer.keys, insecure or config.syncer.insecure
-    folder = FollowedFolder(into, name, "tensors" if config is None else "a checkpoint", _writer(name, config))
+    name = run
+    if run.endswith(".toml"):
+        from diloco.training.pretrained import export_run
+
+        config = load_config(Path(run))
+        name = config.run.name
+        if is_address(source):
+            keys, insecure = keys or config.syncer.keys, insecure or config.syncer.insecure
+        folder = FollowedFolder(into, name, "a checkpoint", lambda state, out: export_run(state, config, out))
+    else:
+        file = "model.safetensors"
+        folder = FollowedFolder(into, name, "tensors", lambda state, out: write_tensors(state, run, out / file))
 
     def show(model: "FollowedModel") -> None:
         is_new = folder.update(model)
@@ -54,13 +60,3 @@ def command(
     with closing(follower), ending_by_signals(follower.close, "the copy stays as it is"):
         for model in follower:
             show(model)
-
-
-def _writer(name: str, config: RunConfig | None) -> "Writer":
-    if config is None:
-        from diloco.following.copies import write_tensors
-
-        return lambda state, out: write_tensors(state, name, out / "model.safetensors")
-    from diloco.training.pretrained import export_run
-
-    return lambda state, out: export_run(state, config, out)

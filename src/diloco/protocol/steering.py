@@ -193,7 +193,8 @@ class Steering:
                 return self._take_out(order, why, members)
             case "admit":
                 if self.out.pop(order.learner, None) is None:
-                    raise ConfigError(f"{order.learner!r} was neither drained nor banned; {_names_of(self.out)}.")
+                    names = f"those are {', '.join(sorted(self.out))}" if self.out else "no learner was"
+                    raise ConfigError(f"{order.learner!r} was neither drained nor banned; {names}.")
                 return f"{order.learner} was admitted {why}; it may join again"
             case "pause":
                 self.paused = f"paused {why}"
@@ -264,7 +265,3 @@ def _quorum(at_least: int, present: Sequence[str], pool: Pool | None, *, one_at_
     if pool is not None:
         pool.require(at_least)
     return at_least
-
-
-def _names_of(out: Mapping[str, str]) -> str:
-    return f"those are {', '.join(sorted(out))}" if out else "no learner was"

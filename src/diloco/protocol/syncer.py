@@ -361,8 +361,10 @@ class SyncerCore:
         evicts = [self._evict(it, why, replaced=False) for it, why in evicting.items() if it in self.members]
         if self.steering.paused is not None and not was_paused:
             self._paused_at = now
-        elif was_paused and self.steering.paused is None:
-            self._resume(now)
+        elif was_paused and self.steering.paused is None:  # the time of the pause counts for no round and no learner
+            self.rounds.was_suspended(now - self._paused_at)
+            for member in self.members.values():  # their next heartbeats say whether they wait for an answer
+                member.progressed_at, member.waiting, member.blocked_with = now, False, ()
         return [*chain.from_iterable(evicts), Tell(tuple(sorted(self.members))), *self._look_again(now)]
 
     # --- an operator --------------------------------------------------------------------------------------------------
@@ -382,12 +384,6 @@ class SyncerCore:
             self._to_evict[order.learner] = f"evicted {order.given(by)}"
         self._wants_record = True
         return said, self._wake(now)
-
-    def _resume(self, now: float) -> None:
-        """Resume after a pause; its time counts for no round and no learner."""
-        self.rounds.was_suspended(now - self._paused_at)
-        for member in self.members.values():  # their next heartbeats say whether they wait for an answer
-            member.progressed_at, member.waiting, member.blocked_with = now, False, ()
 
     @property
     def at_least(self) -> int:

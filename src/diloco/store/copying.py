@@ -100,8 +100,8 @@ def _copy(
     )  # fmt: skip
     if not copied.names <= set(target.list()):
         raise StoreError(f"another copy to {target.name} has deleted objects of this one; make one at a time.")
-    is_alone = before.origin is not None and isinstance(target, Directory)  # otherwise another copy may need these
-    replaced = sorted((before.names | (there if is_alone else set())) - copied.names)
+    others = there if before.origin and isinstance(target, Directory) else set()  # in a bucket, perhaps another copy's
+    replaced = sorted((before.names | others) - copied.names)
     put.clear()  # the manifest may name them from now on
     target.swap(copied.to_bytes(), token)
     target.delete(replaced)

@@ -88,9 +88,8 @@ class PushedSyncer(LateRounds):
         every = self._run.rules.schedule.sync_every_at(self._run.step + 1)
         member = self._run.members.get(learner)
         step_times = [each.step_s for each in self._run.members.values() if each.step_s]
-        if member is None or not member.step_s:
-            return every
-        return max(1, int(min(step_times) / member.step_s * every))
+        step_s = None if member is None else member.step_s
+        return max(1, int(min(step_times) / step_s * every)) if step_s else every
 
     def _open(self, fragment: int) -> OpenRound | None:
         """The open round that follows the fragment's version."""
