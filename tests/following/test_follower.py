@@ -347,10 +347,10 @@ def test_a_suspended_syncer_answers_no_follower(tmp_path: Path, monkeypatch: pyt
     """Another one may have published since."""
     with (
         BucketServer() as bucket,
-        run_in(bucket, tmp_path, monkeypatch, METHODS["4 bits"], 8, lease_s=2.0) as (run, _),
+        run_in(bucket, tmp_path, monkeypatch, METHODS["4 bits"], 8, lease_s=3.0) as (run, url),
         closing(open_source(run.syncer.address, RUN)) as source,
     ):
-        name = read_manifest(source).fragments[0][0].held
+        name = read_manifest(open_store(url)).fragments[0][0].held
         bucket.fault("status", num=1_000_000)
         until(lambda: run.syncer.standing == "suspended", "the syncer is not suspended")
         for read in (source.manifest, lambda: source.get(name, 0, 100)):

@@ -1,6 +1,6 @@
 """Operators' orders to a run, and their lasting state.
 
-    evict     end a learner's incarnation now; its process rejoins at once, unless the order bans it
+    evict     end a learner's incarnation; its process rejoins at once, unless the order bans it
     drain     a learner sends its last work, saves and leaves; it may not rejoin
     admit     a drained or banned learner may join again
     pause     close no round and call for no work; learners wait at their next boundary
@@ -8,8 +8,8 @@
     quorum    the fewest learners in a merge, instead of the method's
     end       drain every learner, as at the end of the run's budget, and admit none
 
-`SyncerCore.steer` executes an order. The lasting state (`Steering`) is part of the run's record, so that it survives a
-restart and a takeover by a standby.
+`SyncerCore.steer` takes an order. The lasting state (`Steering`) is part of the run's record, so that it survives a
+restart and a takeover by a standby; an order is in force once a record with it is durable.
 """
 
 from __future__ import annotations
