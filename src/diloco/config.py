@@ -276,6 +276,69 @@ class TrackTable(Table):
         return self
 
 
+class RlTable(Table):
+    """Reinforcement learning: groups of completions, and the loss of the trainers."""
+
+    group_size: int = Field(default=8, ge=2, le=1024)  # completions of a prompt
+    groups_per_step: int = Field(default=32, ge=1, le=4096)  # of one trainer
+    max_prompt_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=16, ge=1)  # of a completion
+    temperature: float = Field(default=1.0, gt=0)
+    max_staleness: int = Field(default=4, ge=0, le=100)  # versions of a fragment, after which a group is dropped
+    queue: int | None = Field(default=None, gt=0)  # groups generated ahead; default: 2 steps of all planned trainers
+    reward: Literal["workers", "inline"] = "workers"  # inline: rollout workers score what they generate
+    score_timeout_s: float = Field(default=10.0, gt=0)  # of one group
+    score_memory_mb: int = Field(default=2048, ge=64)
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
+    delta: float | None = Field(default=4.0, gt=1)  # the largest ratio for negative advantages; 0: none
+    kl: float = Field(default=0.0, ge=0)  # weight of the divergence from the run's first model
+    scale: Literal["group", "none"] = "group"  # divide advantages by the standard deviation of the group
+    importance_cap: float | None = Field(default=2.0, gt=0)  # of trainer's over rollout's probability; 0: no correction
+    supervised_steps: int = Field(default=0, ge=0)  # on answers, before the run has a model
+    supervised_lr: float = Field(default=1e-3, gt=0)
+    supervised_batch: int = Field(default=64, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_is_none(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            none = {key: None for key in ("delta", "importance_cap") if values.get(key) == 0}
+            return {**values, **none}
+        return values
+
+
+class TaskTable(Table):
+    """A task: where prompts come from, and how completions are scored."""
+
+    source: str  # reasoning-gym:NAME, or package.module:object with sample(seed) and score(prompt, completion)
+    template: str = "{question}"  # of reasoning-gym: the prompt, from the question and its metadata
+    exact: bool = True  # of reasoning-gym: 1 for the answer, 0 for all else; false: its partial scores
+    settings: dict[str, Any] = Field(default_factory=dict)  # of reasoning-gym
+    held_out: float = Field(default=0.0, ge=0, lt=1)  # fraction of the prompts that is never trained on
+    reward_model: str | None = None  # a sequence classifier, in place of the task's own score
+
+
+class EngineTable(Table):
+    """What generates the completions of a rollout worker."""
+
+    kind: Literal["transformers", "openai", "vllm"] = "transformers"
+    url: str | None = None  # of a server with the OpenAI interface
+    folder: Path | None = None  # where the server reads new weights
+    prompts: int = Field(default=8, ge=1, le=1024)  # generated at once
+    threads: int | None = Field(default=None, gt=0)
+    device: str = "cpu"
+
+    @model_validator(mode="after")
+    def _server(self) -> Self:
+        has_server = self.kind != "transformers"
+        if has_server and (self.url is None or self.folder is None):
+            raise ValueError(f'kind = "{self.kind}" needs url and folder')
+        self.refuse_unused(*((key, has_server, 'with kind = "transformers"') for key in ("url", "folder")))
+        return self
+
+
 class RunConfig(Table):
     """A run file."""
 
@@ -292,6 +355,9 @@ class RunConfig(Table):
     pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)
     track: TrackTable = Field(default_factory=TrackTable)
+    rl: RlTable | None = None
+    task: dict[str, TaskTable] = Field(default_factory=dict)  # by name
+    engine: EngineTable | None = None
     learner: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # overrides by the learner's name
 
     @model_validator(mode="after")
@@ -337,6 +403,10 @@ class RunConfig(Table):
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
+        if (self.rl is None) != (not self.task):
+            raise ValueError("[rl] and [task.NAME] belong together; write both, or neither")
+        if self.engine is not None and self.rl is None:
+            raise ValueError("[engine] has no effect without [rl]; drop it")
         if self.data.shared_fraction and self.run.learners == 1:
             raise ValueError("data.shared_fraction has no effect with run.learners = 1; drop it")
         return self

@@ -159,7 +159,7 @@ class World:
 
     def restart(self) -> None:
         """Open contributions are forgotten: learners that live send theirs again."""
-        record = json.loads(json.dumps(self.leases.saved([], self.open)))
+        record = json.loads(json.dumps(self.leases.after([], self.open).saved()))
         self.leases, self.open = Leases(self.num_fragments), []
         self.leases.restore(record, {(it.name, it.incarnation) for it in self.learners.values()})
         for learner in self.learners.values():
@@ -173,7 +173,7 @@ class World:
         self.merges.subtract((unit, fragment) for units in versions[left:] for unit in units)
         self.merges += Counter()  # those that are left
         del versions[left:]
-        record = json.loads(json.dumps(self.leases.saved([], self.open)))
+        record = json.loads(json.dumps(self.leases.after([], self.open).saved()))
         record = json.loads(json.dumps(rolled_back(record, [len(each) for each in self.versions])))
         self.leases, self.open, self.learners = Leases(self.num_fragments), [], {}
         self.leases.restore(record, ())
@@ -368,7 +368,7 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
         world.send("a", fragment)
     first, second = world.open
     world.leases.decided(first, None, [second], version=1)
-    record = json.loads(json.dumps(world.leases.saved([(second, None, 1)], [])))
+    record = json.loads(json.dumps(world.leases.after([(second, None, 1)], []).saved()))
     assert world.leases.done == ()  # not published yet
     both = [(first, None, 0), (second, None, 0)]
     fresh, _ = two_fragments()
@@ -376,19 +376,19 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
         fresh.send("a", fragment)
     fresh.end("a")  # its units wait for both verdicts, in whatever order they come
     lone = Leases(2)
-    lone.restore(json.loads(json.dumps(fresh.leases.saved(both, []))), ())
+    lone.restore(json.loads(json.dumps(fresh.leases.after(both, []).saved())), ())
     assert lone.done == ((0, 6),)
     again = Leases(2)
     again.restore(record, {("a", 1)})
     assert again.done == ((0, 6),)
     world.leases.decided(second, None, [], version=1)
-    assert json.loads(json.dumps(world.leases.saved([], []))) == record
+    assert json.loads(json.dumps(world.leases.saved())) == record
 
 
 def test_a_record_does_not_change_once_it_is_taken() -> None:
     world, _ = two_fragments()
     world.send("a", 0)
-    taken = world.leases.saved([], world.open)
+    taken = world.leases.saved()
     before = json.dumps(taken)
     world.verdict(0, None)
     assert json.dumps(taken) == before
@@ -514,7 +514,7 @@ def test_hundreds_of_millions_of_units_cost_little() -> None:
             leases.check(c, [])
             leases.decided(c, None, [], version=number)
     assert count(leases.done) == 499 * 2**19
-    assert len(json.dumps(leases.saved([], []))) < 2000
+    assert len(json.dumps(leases.saved())) < 2000
 
 
 def test_a_claim_has_no_fate_of_a_version_that_was_lost() -> None:

@@ -192,9 +192,9 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / "manifest.json").read_bytes()
     later = Manifest.from_bytes(data, "here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diloco.protocol.manifest.FORMAT", 12)
+        patch.setattr("diloco.protocol.manifest.FORMAT", 13)
         (tmp_path / "manifest.json").write_bytes(later.to_bytes())
-    with pytest.raises(StoreError, match=r"format 12 and this version reads up to 11; upgrade diloco"):
+    with pytest.raises(StoreError, match=r"format 13 and this version reads up to 12; upgrade diloco"):
         started(tmp_path)
 
 

@@ -153,7 +153,8 @@ class StormStore(PublishedStore[GlobalFragment, Tensor]):
         super().put(merged, done)
 
     def commit(
-        self, versions: Sequence[MergedRound[GlobalFragment, Tensor]], record: Json, done: Callable[[], None]
-    ) -> None:
+        self, versions: Sequence[MergedRound[GlobalFragment, Tensor]], record: Json, pack: Sequence[bytes],
+        done: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._format.verdicts = self.recorded_with([each.update.fragment for each in versions])
-        super().commit(versions, record, done)
+        super().commit(versions, record, pack, done)

@@ -33,9 +33,9 @@ def publishes_before_the_swap(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(
         self: PublishedStore[Any, Any], versions: Sequence[MergedRound[Any, Any]], record: Json,
-        done: Callable[[], None],
+        pack: Sequence[bytes], done: Callable[[], None],
     ) -> None:  # fmt: skip
-        commit(self, versions, record, lambda: None)
+        commit(self, versions, record, pack, lambda: None)
         self._worker.submit("put", None, lambda: None, lambda _: done())
 
     patch.setattr(PublishedStore, "commit", at_once)

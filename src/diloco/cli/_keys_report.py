@@ -26,6 +26,8 @@ USES = {
         "the model"
     ),
     "evaluator": "evaluating: diloco evaluate --follow HOST:PORT --run run.toml --keys {keys}",
+    "rollout": "generating: diloco rl rollout run.toml --name {name} --keys {keys}",
+    "reward": "scoring: diloco rl reward run.toml --name {name} --keys {keys}",
     "admin": "steering: diloco admin pause run.toml --keys {keys}; and for all that a viewer does (diloco status)",
 }
 """What new keys are for, by role; the first syncer's are of the role standby, too."""

@@ -67,6 +67,28 @@ MAX_PASSES = 16
 
 
 @dataclass(frozen=True)
+class GroupRules:
+    """What the trainers of a run of reinforcement learning agree on (`protocol.groups`).
+
+    Attributes:
+        digest: of all settings that workers must share.
+        vocab_size: tokens are below it.
+        group_size: completions in a group.
+        max_prompt_tokens, max_tokens: the longest prompt and completion.
+        max_staleness: versions of a fragment after which a group is not trained any more.
+        queue: groups that are generated ahead of the trainers, at most.
+    """
+
+    digest: str
+    vocab_size: int
+    group_size: int
+    max_prompt_tokens: int
+    max_tokens: int
+    max_staleness: int
+    queue: int
+
+
+@dataclass(frozen=True)
 class DataSet:
     """The training data of a run; equal for all learners.
 
@@ -76,12 +98,15 @@ class DataSet:
         digest: identifies the data and its order.
         unit_tokens: tokens of one unit; the tokens that a model was trained on before the run are its first units. 0:
             unknown, and the run begins with unit 0.
+        groups: the units are groups, which `Leases.offer` makes free one by one, and of which a request gets all that
+            it asks for or none; None: all units are free from the start.
     """
 
     num_units: int
     passes: int
     digest: str
     unit_tokens: int = 0
+    groups: GroupRules | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +131,8 @@ class Grant:
     """The answer to a request.
 
     Attributes:
-        number: of the request.
-        units: newly leased; empty: none is free, and the data has ended.
+        number: of the request; 0: of groups, fewer are free than it asks for.
+        units: newly leased; empty: none is free, and the data has ended, unless it is of groups.
         claimed: the claimed units that are leased to this incarnation.
     """
 
@@ -215,9 +240,14 @@ class Leases:
         if self.data is None:
             self.data = ask.data
             self.before = self.frontier = tokens_before // ask.data.unit_tokens if ask.data.unit_tokens else 0
+        num_units = min(ask.num_units, MAX_LEASED - count(lease.units))
+        if ask.data.groups is not None and count(self.returned) < num_units:
+            if not ask.claim:
+                return Grant(0, ())  # nothing has changed: the request is repeated
+            num_units = 0
         self.leases[learner, incarnation] = lease
         claimed = self._claim(learner, lease, ask.claim) if ask.number == 1 else ()
-        units = self._take(min(ask.num_units, MAX_LEASED - count(lease.units)))
+        units = self._take(num_units)
         lease.units = union(lease.units, units)
         lease.grant = Grant(ask.number, units, claimed)
         return lease.grant
@@ -237,7 +267,7 @@ class Leases:
     def _take(self, num: int) -> Ranges:
         """Take the lowest free units."""
         back, self.returned = split(self.returned, num)
-        end = self.frontier + max(0, num - count(back))
+        end = self.frontier + (max(0, num - count(back)) if self.data is None or self.data.groups is None else 0)
         if self.data is not None and self.data.passes:
             end = max(self.frontier, min(end, self.data.passes * self.data.num_units))
         new, self.frontier = ranges_of([(self.frontier, end)]), end
@@ -263,6 +293,29 @@ class Leases:
             totals.repeated -= count(by_fate.get(MERGED, ()))
         self.num_unclaimed += count(wanted) - count(got)
         return got
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def offer(self, units: Ranges) -> None:
+        """Make groups free."""
+        self.returned = union(self.returned, units)
+
+    def withdraw(self, units: Ranges) -> None:
+        """End groups that are free."""
+        self.returned = minus(self.returned, units)
+        for learner, left in list(self.left.items()):
+            left.taken(units)
+            if not left.units:
+                del self.left[learner]
+
+    def give_up(self, learner: str, incarnation: int, units: Ranges, open_: Iterable[Contribution]) -> Ranges:
+        """End the lease of those of these groups that were not sent; returns them."""
+        if (lease := self.leases.get((learner, incarnation))) is None:
+            return ()
+        sent = union(_units_of(learner, incarnation, open_), *map(lease.settled, range(self._num_fragments)))
+        given_up = minus(common(units, lease.units), sent)
+        lease.taken(given_up)
+        return given_up
 
     # --- fates --------------------------------------------------------------------------------------------------------
 
@@ -367,24 +420,24 @@ class Leases:
 
     @property
     def done(self) -> Ranges:
-        """All done units."""
+        """All done units; of groups, `protocol.groups` counts them."""
         return minus(minus(ranges_of([(0, self.frontier)]), self.returned), self.leased)
 
     @property
     def passes_done(self) -> int:
         """Number of completed passes."""
-        if self.data is None:
+        if self.data is None or self.data.groups is not None:
             return 0
         sets = (self.returned, *(lease.units for lease in self.leases.values()))
         return min([self.frontier, *(units[0][0] for units in sets if units)]) // self.data.num_units
 
     def status(self) -> dict[str, Any] | None:
-        """Plain values for `diloco status`; None: no learner has requested a lease.
+        """Plain values for `diloco status`; None: no learner has requested a lease, or the units are groups.
 
         They include, for the first `MAX_PASSES` passes that have begun and are incomplete, the numbers of done, leased
         and free units, which add up to `num_units`.
         """
-        if self.data is None:
+        if self.data is None or self.data.groups is not None:
             return None
         num, leased, passes, first = self.data.num_units, self.leased, list[dict[str, int]](), self.passes_done
         for number in range(first, min(self.frontier // num + 1, first + MAX_PASSES)):
@@ -407,33 +460,37 @@ class Leases:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def saved(self, decided: Sequence[Decided], open_: Sequence[Contribution]) -> dict[str, Any] | None:
-        """Plain values (JSON) of the state after the verdicts `decided`, while `open_` have none. None: no learner has
-        requested a lease."""
-        if self.data is None:
-            return None
-        then = deepcopy(self) if decided else self
+    def after(self, decided: Sequence[Decided], open_: Sequence[Contribution]) -> Leases:
+        """The state after these verdicts, while `open_` have none."""
+        then = deepcopy(self) if decided and self.data is not None else self
         for index, (c, reason, version) in enumerate(decided):
             then.decided(c, reason, [*open_, *(later for later, *_ in decided[index + 1 :])], version=version)
+        return then
+
+    def saved(self) -> dict[str, Any] | None:
+        """Plain values (JSON); None: no learner has requested a lease."""
+        if self.data is None:
+            return None
         return {
             "data": astuple(self.data),
-            "before": then.before,
-            "frontier": then.frontier,
-            "returned": then.returned,
-            "leases": [[*key, lease.as_list()] for key, lease in then.leases.items()],
-            "left": {learner: lease.as_list() for learner, lease in then.left.items()},
-            "totals": [totals.as_dict() for totals in then.totals],
-            "num_returned": then.num_returned,
-            "num_unclaimed": then.num_unclaimed,
-            "num_lost": then.num_lost,
-            "recent": then.recent.as_list(),
+            "before": self.before,
+            "frontier": self.frontier,
+            "returned": self.returned,
+            "leases": [[*key, lease.as_list()] for key, lease in self.leases.items()],
+            "left": {learner: lease.as_list() for learner, lease in self.left.items()},
+            "totals": [totals.as_dict() for totals in self.totals],
+            "num_returned": self.num_returned,
+            "num_unclaimed": self.num_unclaimed,
+            "num_lost": self.num_lost,
+            "recent": self.recent.as_list(),
         }
 
     def restore(self, values: Mapping[str, Any] | None, living: Iterable[tuple[str, int]]) -> None:
         """Continue from `saved`. Unmerged units of incarnations other than the `living` are returned."""
         if values is None:
             return
-        self.data = DataSet(*values["data"])
+        num_units, passes, digest, unit_tokens, groups = values["data"]
+        self.data = DataSet(num_units, passes, digest, unit_tokens, None if groups is None else GroupRules(*groups))
         self.before, self.frontier = values["before"], values["frontier"]
         self.returned = ranges_of(values["returned"])
         self.leases = {(learner, number): Holding.from_list(lease) for learner, number, lease in values["leases"]}
@@ -453,7 +510,7 @@ def rolled_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> di
     leases.restore(values, ())
     for fragment, version in enumerate(versions):
         leases.lose(fragment, version)
-    return leases.saved([], [])
+    return leases.saved()
 
 
 def _units_of(learner: str, incarnation: int, contributions: Iterable[Contribution]) -> Ranges:

@@ -8,23 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from diloco.errors import DamagedObjectError, StoreError
 
-FORMAT = 11
+FORMAT = 12
 """Of a store. Formats up to 10 were those of a database, before the first release."""
 
-MOST_BYTES = 64 << 10
+MOST_BYTES = 256 << 10
 """Of a manifest."""
 
 MOST_NUMBER = 10**18
 """Of an epoch, a serial, a version or an object; 64-bit integers have room for what follows."""
 
 MOST_FRAGMENTS = 150
-"""Of a run. Two versions of so many, each with its update, take fewer bytes than that."""
+"""Of a run."""
+
+MOST_VERSIONS = 300
+"""Of all fragments. They take, each with its update, a quarter of those bytes, and packs of groups most others."""
 
 _NAME = re.compile(r"[0-9]{1,18}/[0-9]{1,18}-[0-9a-f]{64}")
 
@@ -32,7 +35,7 @@ _MALFORMED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 """Errors that other JSON than a manifest's can raise."""
 
 KEPT_VERSIONS = 2
-"""Versions of each fragment that a manifest names: the newest ones."""
+"""Versions of each fragment that a manifest names, at least: the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Manifest:
         origin: of a copy: epoch and serial of the manifest that was copied.
         copied_at: of a copy: Unix time in seconds.
         is_over: the run has ended, with these versions; a learner that joins makes it go on.
+        keep: versions of each fragment that are named, at most.
+        packs: objects with groups of reinforcement learning, each with its number (`protocol.groups`).
     """
 
     run: str
@@ -80,6 +85,8 @@ class Manifest:
     origin: tuple[int, int] | None = None
     copied_at: float | None = None
     is_over: bool = False
+    keep: int = KEPT_VERSIONS
+    packs: tuple[tuple[int, str], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,6 +95,7 @@ class Manifest:
 
     def _names(self) -> Iterator[str]:
         yield from (each for each in (self.frozen, self.record) if each is not None)
+        yield from (name for _, name in self.packs)
         for version in (version for versions in self.fragments for version in versions):
             yield version.held
             if version.update is not None:
@@ -101,10 +109,17 @@ class Manifest:
     def with_versions(self, published: Mapping[int, NamedVersion]) -> Self:
         """The manifest after these versions of fragments, by index, were published."""
         fragments = tuple(
-            versions if index not in published else (published[index], *versions)[:KEPT_VERSIONS]
+            versions if index not in published else (published[index], *versions)[: self.keep]
             for index, versions in enumerate(self.fragments)
         )
         return replace(self, fragments=fragments)
+
+    def with_packs(self, new: Mapping[int, str], live: Collection[int], keep: int) -> Self:
+        """The manifest with those of its packs, and of the new ones, that are live. `keep`: versions that groups need;
+        with many fragments fewer are kept."""
+        packs = tuple(each for each in (*self.packs, *new.items()) if each[0] in live)
+        most = MOST_VERSIONS // max(1, len(self.fragments))
+        return replace(self, packs=packs, keep=max(KEPT_VERSIONS, min(keep, most)))
 
     def to_bytes(self) -> bytes:
         """As JSON, with a hash of all fields.
@@ -147,7 +162,8 @@ class Manifest:
             )
             epoch, serial = plain["origin"] or (0, 0)
             origin = (int(epoch), int(serial)) if plain["origin"] else None
-            manifest = cls(**{**plain, "fragments": fragments, "origin": origin})
+            packs = tuple((number, name) for number, name in plain["packs"])
+            manifest = cls(**{**plain, "fragments": fragments, "origin": origin, "packs": packs})
             if found != FORMAT or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
         except _MALFORMED as error:
@@ -159,7 +175,8 @@ class Manifest:
 
     @property
     def _is_plausible(self) -> bool:
-        numbers = (self.epoch, self.serial, *(it.version for each in self.fragments for it in each))
+        versions = (it.version for each in self.fragments for it in each)
+        numbers = (self.epoch, self.serial, self.keep, *versions, *(number for number, _ in self.packs))
         has_model = (self.run_id != "", self.frozen is not None, self.record is not None, bool(self.fragments))
         return (
             all(type(each) is int and 0 <= each < MOST_NUMBER for each in numbers)
@@ -170,7 +187,7 @@ class Manifest:
             and type(self.copied_at) in (float, int, type(None))
             and all(type(each) is bool for each in (self.is_over,))  # whatever the file says
             and len(set(has_model)) == 1
-            and all(versions and _descends(versions) for versions in self.fragments)
+            and all(versions and len(versions) <= self.keep and _descends(versions) for versions in self.fragments)
         )
 
 
@@ -184,7 +201,7 @@ def _hash_of(plain: Mapping[str, Any]) -> str:
 
 def _descends(versions: tuple[NamedVersion, ...]) -> bool:
     numbers = [each.version for each in versions]
-    return len(numbers) <= KEPT_VERSIONS and numbers == sorted(set(numbers), reverse=True)
+    return numbers == sorted(set(numbers), reverse=True)
 
 
 def is_object_name(name: Any) -> bool:

@@ -21,7 +21,7 @@ read. So at most one manifest follows another, whatever clocks say, and no synce
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -118,6 +118,8 @@ class Change:
         ticket: returned in `Confirmed`.
         published: new versions, by fragment.
         record: the new record; `is_over`: as it says, like in `Manifest`.
+        packs: new packs of groups, by number; `live`: those of all packs that the record needs; None: there are none.
+        keep: versions that groups need.
         initial: fields of a new run's first model.
     """
 
@@ -126,10 +128,16 @@ class Change:
     record: str | None = None
     is_over: bool = False
     initial: Mapping[str, Any] = field(default_factory=dict)
+    packs: Mapping[int, str] = field(default_factory=dict)
+    live: Collection[int] | None = None
+    keep: int = 0
 
     def applied_to(self, manifest: Manifest) -> Manifest:
         """The manifest after the change."""
-        changed = replace(manifest, **self.initial).with_versions(self.published)
+        changed = replace(manifest, **self.initial)
+        if self.live is not None:
+            changed = changed.with_packs(self.packs, self.live, self.keep)
+        changed = changed.with_versions(self.published)
         return changed if self.record is None else replace(changed, record=self.record, is_over=self.is_over)
 
 

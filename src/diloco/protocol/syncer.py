@@ -1,6 +1,7 @@
 """`SyncerCore`: sans-I/O bookkeeping of a run's members, versions and contributions.
 
     events    of learners: joined · heartbeat · lease · contributed · disconnected · left
+              of workers of reinforcement learning: work · made
               of an operator: steer
               of the driver: merged · abandoned · stored · recorded · tick
     actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
@@ -16,6 +17,7 @@ This module uses no tensor, clock, socket or thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -26,12 +28,14 @@ from diloco.errors import StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
+from diloco.protocol.groups import Assigned, Groups, Made, Work
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
 from diloco.protocol.records import Record, require_numbers
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
+from diloco.protocol.units import ranges_of
 
 
 class SyncerCore:
@@ -49,6 +53,7 @@ class SyncerCore:
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         leases: of the units of the run's data.
+        groups: of reinforcement learning.
         steering: the operator's orders that are in force: those in the newest durable record.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
@@ -67,6 +72,7 @@ class SyncerCore:
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))
         self.leases = Leases(len(self.fragments))
+        self.groups = Groups(self.leases, versions)
         self.steering, self._ordered, self._saving = Steering(), Steering(), Steering()
         self._to_evict, self._evicting = dict[str, str](), dict[str, str]()  # by order, with the reason
         self.rounds = HALVES[type(rules.quorum)].syncer(rules.quorum, self)
@@ -99,6 +105,7 @@ class SyncerCore:
             decided += [(c, reason, version) for c, reason in self._rejected_with(fragment, closing)]
         confirmed = {key_of(c) for c, _, _ in decided}
         left_open = [c for key, c in self.accounting.open.items() if key not in confirmed]
+        leases = self.leases.after(decided, left_open)
         sends_again = {key_of(c)[:2] for c in left_open}
         members = {
             learner: member.saved(sends_again=(learner, member.incarnation) in sends_again)
@@ -110,7 +117,8 @@ class SyncerCore:
             "fragment_steps": steps,
             "members": members,
             "accounts": self.accounting.saved(self._serial, decided),
-            "leases": self.leases.saved(decided, left_open),
+            "leases": leases.saved(),
+            "groups": self.groups.saved(self._serial, leases),
             "rounds": self.rounds.saved(storing),
             "steering": self._saving.saved(),
         }
@@ -129,6 +137,7 @@ class SyncerCore:
             self.members[learner] = Member.restored(learner, incarnation, saved, now)
             self.rounds.restore_of(learner, saved["rounds"])
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
+        self.groups.restore(values.get("groups"))
         self.rounds.restore(values["rounds"])
         self.steering, self._paused_at = Steering.restored(values["steering"]), now
         self._ordered = Steering.restored(values["steering"])
@@ -267,6 +276,7 @@ class SyncerCore:
                 member.progressed_at = now
             if (reason := self.deadlines.passed(now, member)) is not None:
                 actions += self._evict(member.learner, reason, replaced=False)
+        self.groups.tick(now, self.deadlines.lost_floor_s)
         return actions + self._look_again(now)
 
     def was_suspended(self, seconds: float) -> None:
@@ -281,6 +291,7 @@ class SyncerCore:
             if state.closing is not None:
                 state.closing = replace(state.closing, closed_at=state.closing.closed_at + seconds)
         self.rounds.was_suspended(seconds)
+        self.groups.was_suspended(seconds)
         self._paused_at += seconds
 
     # --- contributions ------------------------------------------------------------------------------------------------
@@ -314,12 +325,15 @@ class SyncerCore:
         self.accounting.acknowledge(c)
         return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
-    def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
+    def merged(self, fragment: int, refused: Sequence[str] = (), digest: str = "") -> None:
         """The fragment's closed round is merged, and its version will be made durable.
 
-        `refused`: learners whose contributions the method's screen refused.
+        Arguments:
+            refused: learners whose contributions the method's screen refused.
+            digest: of the new version.
         """
         state = self.fragments[fragment]
+        self.groups.publishes(fragment, state.version + 1, digest)
         assert state.closing is not None
         kept = tuple(c for c in state.closing.contributions if c.learner not in refused)
         outliers = tuple(c for c in state.closing.contributions if c.learner in refused)
@@ -345,6 +359,8 @@ class SyncerCore:
         for c in closed.contributions:
             self.accounting.count_merged(c, state.version)
             self.leases.decided(c, None, self.accounting.open.values(), version=state.version)
+        self.groups.look()
+        self.groups.published([each.version for each in self.fragments])
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
@@ -353,6 +369,7 @@ class SyncerCore:
 
     def recorded(self, now: float, serial: int) -> list[Action]:
         """The record with this serial number is durable: send its verdicts to their learners, and obey its orders."""
+        self.groups.recorded(now, serial)
         learners = sorted(self.accounting.recorded(serial) & self.members.keys())
         if self.steering == self._saving and not self._evicting:
             return [Tell(tuple(learners))] if learners else []
@@ -406,8 +423,34 @@ class SyncerCore:
         """
         self.check(learner, incarnation)
         grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
-        self._wants_record = True
+        self.groups.leased(grant.units)
+        self._wants_record |= grant.number > 0
         return grant, self._wake(now)
+
+    def work(self, now: float, work: Work) -> tuple[Assigned, list[Action]]:
+        """A worker's message. If it has scores, send the answer once a record with them is durable.
+
+        Raises:
+            StaleIncarnationError, ConfigError, PayloadError: as `Groups.work`.
+        """
+        if work.role == "trainer":
+            self.check(work.worker, work.process)
+            units, reasons = ranges_of((it.number, it.number + 1) for it in work.scores), dict[int, str]()
+            for score in work.scores:
+                reasons[score.number] = score.reason
+            given_up = self.leases.give_up(work.worker, work.process, units, self.accounting.open.values())
+            self.groups.given_up(work.worker, given_up, reasons)
+            return self.groups.of_trainer(work.worker, work.process), self._wake(now)
+        paused = self.steering.ended or self.steering.paused
+        return self.groups.work(now, work, paused=None if paused is None else f"the run was {paused}"), self._wake(now)
+
+    def made(self, now: float, worker: str, process: int, made: Made) -> tuple[bool, list[Action]]:
+        """A group was received. Returns as `Groups.made`; send the answer once a record is durable.
+
+        Raises:
+            PayloadError, StaleIncarnationError: as `Groups.made`.
+        """
+        return self.groups.made(now, worker, process, made), self._wake(now)
 
     # --- the state of a run -------------------------------------------------------------------------------------------
 
@@ -490,8 +533,11 @@ class SyncerCore:
     def _wake(self, now: float) -> list[Action]:
         """Request a record if one is needed, and a wake-up at the next deadline or end of a grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
-        times += self.rounds.ends(now)
-        record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
+        times += [*self.rounds.ends(now), self.groups.wake_at(self.deadlines.lost_floor_s)]
+        due_at = self.groups.due_at(now)
+        is_due = self._wants_record or self.accounting.needs_record or due_at <= now
+        times = [at for at in (*times, *(() if is_due else (due_at,))) if at < math.inf]
+        record: list[Action] = [PersistRecord()] if is_due else []
         return [*record, *([WakeAt(min(times))] if times else [])]
 
     def _rejected_with(self, fragment: int, closed: ClosedRound) -> list[tuple[Contribution, str]]:
@@ -502,6 +548,7 @@ class SyncerCore:
         version = self.fragments[c.fragment].version
         self.accounting.count_rejected(c, reason, version)
         self.leases.decided(c, reason, self.accounting.open.values(), version=version)
+        self.groups.look()
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:

@@ -64,7 +64,7 @@ class UnitQueue:
         """Handle the answer to the pending request."""
         self._is_asking = False
         self._held.extend(grant.units)
-        self.has_ended = not grant.units
+        self.has_ended = not grant.units and self._data.groups is None
         if grant.number == 1:  # other learners have the rest of an earlier incarnation's units
             self._taken = common(self._taken, grant.claimed)
             self._drawn = deque(common(its, grant.claimed) for its in self._drawn)

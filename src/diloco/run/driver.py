@@ -3,6 +3,7 @@ actions.
 
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
                          begin_push, then complete_push or cut_push
+    from workers         work · made
     from an operator     steer
     from the clock       tick
     from the host        stop, end
@@ -39,6 +40,7 @@ from diloco.errors import (
 )
 from diloco.protocol.actions import Acknowledge, Action, Reject
 from diloco.protocol.contribution import Budget, Contribution, Standing
+from diloco.protocol.groups import Assigned, Made, Work
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Claim, Deadlines, Report
@@ -327,7 +329,8 @@ class Driver(Generic[H, S, P]):
 
     @event
     def lease(self, claim: Claim, ask: Ask, done: Callable[[Grant], None]) -> None:
-        """A learner asks for units of the run's data. `done`: called with them once their lease is durable.
+        """A learner asks for units of the run's data. `done`: called with them once their lease is durable; of groups,
+        it is number 0 if too few are free, and the request is to be repeated.
 
         Raises:
             StaleIncarnationError: the incarnation is no member. ConfigError: it has other data than the run.
@@ -337,7 +340,46 @@ class Driver(Generic[H, S, P]):
         validation.check_ask(claim.learner, ask)
         now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
         grant, actions = self.core.lease(now_s, claim.learner, claim.incarnation, ask, tokens_before=tokens_before)
-        self._writes.record(partial(done, grant))
+        if grant.number:
+            self._writes.record(partial(done, grant))
+        self._executor.execute(actions)
+        if not grant.number:
+            done(grant)
+
+    @event
+    def work(self, work: Work, done: Callable[[Assigned], None]) -> None:
+        """A message of a worker of reinforcement learning, or of a trainer about its groups. `done`: called with the
+        answer; once the scores are durable, if there are any.
+
+        Raises:
+            NotInitialisedError: there is no model yet. PayloadError: it is implausible. StaleIncarnationError,
+            ConfigError: as `SyncerCore.work`.
+        """
+        core = self.core
+        validation.check_work(work)
+        assigned, actions = core.work(self._clock.now_s(), work)
+        if work.scores:
+            self._writes.after_record(partial(done, assigned))
+        self._executor.execute(actions)
+        if not work.scores:
+            done(assigned)
+
+    @event
+    def made(self, worker: str, process: int, made: Made, data: bytes, done: Callable[[], None]) -> None:
+        """A group was received. `done`: called once it is durable.
+
+        Arguments:
+            data: its bytes.
+
+        Raises:
+            NotInitialisedError: there is no model yet. PayloadError, StaleIncarnationError: as `SyncerCore.made`.
+        """
+        core = self.core
+        validation.check_made(worker, made)
+        is_new, actions = core.made(self._clock.now_s(), worker, process, made)
+        if is_new:
+            self._writes.pack(data)
+        self._writes.after_record(done)
         self._executor.execute(actions)
 
     @event

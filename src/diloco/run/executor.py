@@ -28,10 +28,12 @@ class Commit(Generic[H, P]):
 
     Attributes:
         versions: in merge order, each with the time at which it was merged.
+        pack: new groups of reinforcement learning.
         then: called once they are durable.
     """
 
     versions: list[tuple[MergedRound[H, P], float]]
+    pack: list[bytes]
     then: list[Then]
 
 
@@ -55,6 +57,7 @@ class Writes(Generic[H, P]):
         self._num_putting = 0
         self._versions: list[tuple[MergedRound[H, P], float]] = []
         self._wants_record = False
+        self._pack: list[bytes] = []
         self._then: list[Then] = []
         self._is_under_way = False
 
@@ -73,12 +76,20 @@ class Writes(Generic[H, P]):
         if then is not None:
             self._then.append(then)
 
+    def pack(self, group: bytes) -> None:
+        """A group is stored with the next record."""
+        self._pack.append(group)
+
+    def after_record(self, then: Then) -> None:
+        """Call `then` once the next record is durable, which the state machine asks for when it is due."""
+        self._then.append(then)
+
     def begin(self, now_s: float) -> Commit[H, P] | None:
         """The commit to begin now; None: one is under way, or none is due."""
         if self._is_under_way or now_s < self.next_s:
             return None
-        commit = Commit(self._versions, self._then)
-        self._versions, self._then, self._wants_record = [], [], False
+        commit = Commit(self._versions, self._pack, self._then)
+        self._versions, self._pack, self._then, self._wants_record = [], [], [], False
         self._is_under_way, self._not_before_s = True, now_s + self._every_s
         return commit
 
@@ -229,7 +240,7 @@ class ActionExecutor(Generic[H, S, P]):
             return
         self._observer.merged(merged, self._state.experts.merged(merged))
         self.status.merged(action, core)
-        core.merged(action.fragment, merged.refused)
+        core.merged(action.fragment, merged.refused, merged.update.digest)
         self.writes.putting()
         self._ports.store.put(merged, partial(self._put, merged, now_s))
         self.execute([])
@@ -247,7 +258,7 @@ class ActionExecutor(Generic[H, S, P]):
         versions = [merged for merged, _ in commit.versions]
         record = self._state.core.saved(storing=[merged.update.fragment for merged in versions])
         values = {**record.values, "is_over": self._state.is_over}
-        self._ports.store.commit(versions, values, partial(self._committed, commit, record.serial))
+        self._ports.store.commit(versions, values, commit.pack, partial(self._committed, commit, record.serial))
 
     def _committed(self, commit: Commit[H, P], serial: int) -> None:
         now_s, core = self._clock.now_s(), self._state.core

@@ -78,7 +78,9 @@ class MemoryStore(Generic[H, P]):
         self._put[merged.update.fragment] = deepcopy(merged.held)
         self._later(done)
 
-    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
+    def commit(
+        self, versions: Sequence[MergedRound[H, P]], record: Json, pack: Sequence[bytes], done: Callable[[], None]
+    ) -> None:
         """As `ports.StorePort`. Raises VersionError: another version comes next."""
         saved = self._require()
         fragments, contributors = list(saved.fragments), list(saved.contributors)

@@ -248,8 +248,13 @@ class StorePort(Protocol[H, P]):
     def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
         """Store a version, which `commit` will name."""
 
-    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
-        """Publish versions that were `put`, together with the record that belongs to them. One commit at a time."""
+    def commit(
+        self, versions: Sequence[MergedRound[H, P]], record: Json, pack: Sequence[bytes], done: Callable[[], None]
+    ) -> None:
+        """Publish versions that were `put`, together with the record that belongs to them. One commit at a time.
+
+        `pack`: groups of reinforcement learning that are new in the record, in the order of its newest pack.
+        """
 
 
 Work = Literal["check", "close", "put", "swap", "delete"]

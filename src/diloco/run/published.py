@@ -6,6 +6,7 @@ the store and of the driver come one at a time.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -204,17 +205,30 @@ class PublishedStore(Generic[H, P]):
             put = partial(self._put_made, self.publisher.next_name(), blob)
             self._until_done(part, "put", put, partial(stored, part))
 
-    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
+    def commit(
+        self, versions: Sequence[MergedRound[H, P]], record: Json, pack: Sequence[bytes], done: Callable[[], None]
+    ) -> None:
         """As `ports.StorePort`."""
         published = {each.update.fragment: self._named.pop(each.update.fragment) for each in versions}
         prefix, epochs = self.publisher.next_name(), self.epochs
+        pack_prefix = self.publisher.next_name() if pack else ""
+        groups = record.get("groups") or {}
 
-        def put_record() -> str:
+        def put_record() -> tuple[str, dict[int, str]]:
             self._before()
-            return self._put_blob(prefix, self._format.record(record, epochs))
+            packs: dict[int, str] = {}
+            if pack:
+                blob = Blob(hashlib.sha256(b"".join(pack)).hexdigest(), tuple(pack))
+                packs = {groups["pack"] - 1: self._put_blob(pack_prefix, blob)}
+            return self._put_blob(prefix, self._format.record(record, epochs)), packs
 
-        def stored(name: str) -> None:
-            self._do(self.publisher.change(self._clock.now_s(), Change(done, published, name, record["is_over"])))
+        def stored(found: tuple[str, dict[int, str]]) -> None:
+            name, packs = found
+            change = Change(
+                done, published, name, record["is_over"], packs=packs, live=groups.get("packs"),
+                keep=groups.get("keep", 0),
+            )  # fmt: skip
+            self._do(self.publisher.change(self._clock.now_s(), change))
 
         self._until_done("the run's record", "put", put_record, stored)
 

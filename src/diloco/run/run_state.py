@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic
 
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
@@ -110,6 +111,7 @@ class RunState(Generic[H, P]):
     def begin(self, initial: InitialModel[H], epoch: int) -> None:
         """The run begins with this model. `epoch`: that its syncer has claimed."""
         self._core = self.first_core(initial)
+        self._tell_digests(self._core, initial.fragments)
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
         self._describe(initial.layout)
         self.initial_tokens = initial.tokens
@@ -151,12 +153,18 @@ class RunState(Generic[H, P]):
         rules = Rules.of(self.method, len(saved.fragments))
         versions = [fragment.version for fragment in saved.fragments]
         core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool)
+        self._tell_digests(core, saved.fragments)
         if saved.record is not None:
             core.restore(now_s, saved.record)
         self._core, self.initial_tokens = core, saved.tokens
         self.run_id, self.epochs = saved.run_id, saved.epochs
         self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)
         self._describe(saved.layout)
+
+    @staticmethod
+    def _tell_digests(core: SyncerCore, fragments: Sequence[Any]) -> None:
+        for index, fragment in enumerate(fragments):
+            core.groups.publishes(index, fragment.version, fragment.digest)
 
     def _describe(self, layout: ModelLayout) -> None:
         self.cut = self.method.cut_in_words(layout)

@@ -114,6 +114,7 @@ class RunStatus:
             "fragments": [_fragment(core, model, now_s, index) for index in range(len(core.fragments))],
             "newest_merge": _newest_merge(model),
             "data": core.leases.status(),
+            "groups": core.groups.status(),
             "experts": experts.as_dict(core.members.values()),
         }
 

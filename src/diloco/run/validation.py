@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.protocol.contribution import OVERLAP, Contribution
+from diloco.protocol.groups import Made, Work
 from diloco.protocol.leases import Ask
 from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
@@ -57,6 +58,12 @@ MAX_EPOCH = 2**53
 
 MAX_UNIT = 2**53
 """Units of data, over all passes."""
+
+MAX_GROUPS = 4096
+"""Groups, or rewards of one, in a message."""
+
+MAX_REASON = 300
+"""Characters of a sentence about a group."""
 
 MAX_RANGES = 2**15
 """Ranges of units in one message: more than the inner steps between two contributions, each of which reads a few."""
@@ -208,6 +215,31 @@ def check_ask(learner: str, ask: Ask) -> None:
         )
     for units in ask.claim:
         _check_units(learner, units)
+
+
+def check_work(work: Work) -> None:
+    """Check a worker's message on its own."""
+    check_name(work.worker)
+    _within(work.worker, "the order of its message", work.order, MAX_UNIT)
+    _within(work.worker, "what it wants", work.wants, MAX_GROUPS)
+    numbers = [*work.holds, *(score.number for score in work.scores)]
+    texts = [*(score.reason for score in work.scores), *work.refusals]
+    if len(numbers) + len(texts) > 4 * MAX_GROUPS or not all(0 <= number <= MAX_UNIT for number in numbers):
+        raise PayloadError(f"{work.worker!r} sends {len(numbers)} numbers of groups; send at most {MAX_GROUPS}.")
+    if not all(len(text) <= MAX_REASON and text.isprintable() for text in (*texts, work.digest)):
+        raise PayloadError(f"{work.worker!r} sends a reason of more than {MAX_REASON} printable characters.")
+    if not all(len(score.rewards) <= MAX_GROUPS for score in work.scores):
+        raise PayloadError(f"{work.worker!r} sends more than {MAX_GROUPS} rewards of one group.")
+
+
+def check_made(worker: str, made: Made) -> None:
+    """Check the description of a group on its own."""
+    check_name(worker)
+    _within(worker, "the number of its group", made.number, MAX_UNIT)
+    _within(worker, "tokens of its group", made.num_tokens, MAX_TOKENS)
+    texts = made.task, made.weights, made.digest
+    if not all(0 < len(text) <= 64 and text.isprintable() for text in texts) or len(made.rewards) > MAX_GROUPS:
+        raise PayloadError(f"{worker!r} describes group {made.number} by {texts}; is it of another version?")
 
 
 def _check_units(learner: str, units: Ranges) -> None:

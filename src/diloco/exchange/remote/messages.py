@@ -43,7 +43,7 @@ def lease_request(run: str, lease: requests.Lease) -> pb.LeaseRequest:
     claim = [pb.UnitSet(ranges=[pb.Units(first=first, stop=stop) for first, stop in units]) for units in ask.claim]
     return request_of(
         pb.LeaseRequest, run, lease.claim, ask, claim=claim, data_units=data.num_units, data_passes=data.passes,
-        data_digest=data.digest, unit_tokens=data.unit_tokens,
+        data_digest=data.digest, unit_tokens=data.unit_tokens, groups=data.groups,
     )  # fmt: skip
 
 

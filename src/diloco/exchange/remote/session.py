@@ -206,7 +206,8 @@ class Session:
                 )
             case requests.Lease():
                 leased = self._ask(call, "Lease", messages.lease_request(core.run, call), pb.LeaseReply)
-                return partial(core.leased, lease=call, grant=value_of(Grant, leased, number=call.ask.number))
+                number = 0 if leased.repeat else call.ask.number
+                return partial(core.leased, lease=call, grant=value_of(Grant, leased, number=number))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)

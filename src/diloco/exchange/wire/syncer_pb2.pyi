@@ -127,7 +127,7 @@ class UnitSet(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "number", "num_units", "data_units", "data_passes", "data_digest", "unit_tokens", "claim", "seen", "process")
+    __slots__ = ("run", "learner", "incarnation", "number", "num_units", "data_units", "data_passes", "data_digest", "unit_tokens", "claim", "seen", "process", "groups")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class LeaseRequest(_message.Message):
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -152,15 +153,130 @@ class LeaseRequest(_message.Message):
     claim: _containers.RepeatedCompositeFieldContainer[UnitSet]
     seen: Lineage
     process: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
+    groups: GroupRules
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., process: _Optional[int] = ..., groups: _Optional[_Union[GroupRules, _Mapping]] = ...) -> None: ...
+
+class GroupRules(_message.Message):
+    __slots__ = ("digest", "vocab_size", "group_size", "max_prompt_tokens", "max_tokens", "max_staleness", "queue")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    vocab_size: int
+    group_size: int
+    max_prompt_tokens: int
+    max_tokens: int
+    max_staleness: int
+    queue: int
+    def __init__(self, digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., group_size: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_staleness: _Optional[int] = ..., queue: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("units", "claimed")
+    __slots__ = ("units", "claimed", "repeat")
     UNITS_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    REPEAT_FIELD_NUMBER: _ClassVar[int]
     units: _containers.RepeatedCompositeFieldContainer[Units]
     claimed: _containers.RepeatedCompositeFieldContainer[Units]
-    def __init__(self, units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
+    repeat: bool
+    def __init__(self, units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., claimed: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., repeat: _Optional[bool] = ...) -> None: ...
+
+class GroupScore(_message.Message):
+    __slots__ = ("number", "rewards", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., rewards: _Optional[_Iterable[float]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WorkRequest(_message.Message):
+    __slots__ = ("run", "learner", "role", "process", "order", "digest", "holds", "wants", "scores", "refusals")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    role: str
+    process: int
+    order: int
+    digest: str
+    holds: _containers.RepeatedScalarFieldContainer[int]
+    wants: int
+    scores: _containers.RepeatedCompositeFieldContainer[GroupScore]
+    refusals: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., role: _Optional[str] = ..., process: _Optional[int] = ..., order: _Optional[int] = ..., digest: _Optional[str] = ..., holds: _Optional[_Iterable[int]] = ..., wants: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[GroupScore, _Mapping]]] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GroupPlace(_message.Message):
+    __slots__ = ("number", "task", "object", "start", "num_bytes", "digest", "versions", "rewards", "worker")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    task: str
+    object: str
+    start: int
+    num_bytes: int
+    digest: str
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    worker: str
+    def __init__(self, number: _Optional[int] = ..., task: _Optional[str] = ..., object: _Optional[str] = ..., start: _Optional[int] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., rewards: _Optional[_Iterable[float]] = ..., worker: _Optional[str] = ...) -> None: ...
+
+class WorkReply(_message.Message):
+    __slots__ = ("numbers", "groups", "why", "versions")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupPlace]
+    why: str
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupPlace, _Mapping]]] = ..., why: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GroupRequest(_message.Message):
+    __slots__ = ("run", "learner", "process", "number", "task", "versions", "weights", "rewards", "data")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    process: int
+    number: int
+    task: str
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    weights: str
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    data: bytes
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., number: _Optional[int] = ..., task: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., weights: _Optional[str] = ..., rewards: _Optional[_Iterable[float]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class GroupReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Discard(_message.Message):
     __slots__ = ("reason", "tokens")

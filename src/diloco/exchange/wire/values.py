@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.groups import Score
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Evaluation
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")
-_KINDS: dict[type[Message], type[Any]] = {pb.Lineage: Lineage, pb.Evaluation: Evaluation}
+_KINDS: dict[type[Message], type[Any]] = {
+    pb.Lineage: Lineage, pb.Evaluation: Evaluation, pb.GroupScore: Score,
+}  # fmt: skip
 """The values of messages inside others; that of another message is the tuple of its fields."""
 
 

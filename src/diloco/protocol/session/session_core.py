@@ -219,6 +219,9 @@ class SessionCore(SessionState):
         self._lanes.data.ended()
         if not self._is_current(lease.claim):
             return self.tick(now)
+        if not grant.number:  # of groups, too few are free
+            self._lanes.data.pause(now)
+            return self.tick(now)
         self._ask = None
         return [grant, *self.tick(now)]
 

@@ -443,9 +443,11 @@ class RecordedPorts(Generic[H, S, P]):
     def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
         self._recorder.begin("put", merged.update.fragment, partial(self._ports.store.put, merged), done, {})
 
-    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
+    def commit(
+        self, versions: Sequence[MergedRound[H, P]], record: Json, pack: Sequence[bytes], done: Callable[[], None]
+    ) -> None:
         self._recorder.did("commits", [(each.update.fragment, each.update.version) for each in versions], record)
-        self._recorder.begin("commit", None, partial(self._ports.store.commit, versions, record), done, {})
+        self._recorder.begin("commit", None, partial(self._ports.store.commit, versions, record, pack), done, {})
 
     # the worker
 

@@ -233,8 +233,9 @@ class PastStore:
         self._past.submit("put", merged.update.fragment, lambda: None, lambda _: done())
 
     def commit(
-        self, versions: Sequence[MergedRound[KnownFragment, None]], record: Json, done: Callable[[], None]
-    ) -> None:
+        self, versions: Sequence[MergedRound[KnownFragment, None]], record: Json, pack: Sequence[bytes],
+        done: Callable[[], None],
+    ) -> None:  # fmt: skip
         held = [(each.update.fragment, each.held) for each in versions]
         self._past.submit("commit", None, lambda: self._take(record, held), lambda _: done())
 

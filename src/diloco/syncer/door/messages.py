@@ -12,7 +12,7 @@ from diloco.escaping import read_json
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.contribution import Contribution, Standing
-from diloco.protocol.leases import Ask, DataSet
+from diloco.protocol.leases import Ask, DataSet, GroupRules
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
 
@@ -31,7 +31,8 @@ def report_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Report:
 
 def ask_of(request: pb.LeaseRequest) -> Ask:
     """The units of data that a learner asks for."""
-    data = DataSet(request.data_units, request.data_passes, request.data_digest, request.unit_tokens)
+    groups = value_of(GroupRules, request.groups) if request.HasField("groups") else None
+    data = DataSet(request.data_units, request.data_passes, request.data_digest, request.unit_tokens, groups)
     claim = tuple(tuple((it.first, it.stop) for it in each.ranges) for each in request.claim)
     return value_of(Ask, request, data=data, claim=claim)
 

@@ -32,7 +32,7 @@ from diloco.syncer.door.admission import Call, Kind, Shares
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.auth import Authenticator
-from diloco.syncer.keys.certificates import Caller, Role
+from diloco.syncer.keys.certificates import BOUND, Caller, Role
 from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")
@@ -302,13 +302,13 @@ class CallGuard:
         as `kind`.
 
         Arguments:
-            request: a message with the run, and for the role "learner" with the learner.
+            request: a message with the run, and for a role in `BOUND` with the name of the learner or worker.
 
         Raises:
             AuthError, PayloadError, UnknownRunError: it may not.
         """
-        learner: str = request.learner if role == "learner" else ""
-        if role == "learner":
+        learner: str = request.learner if role in BOUND else ""
+        if role in BOUND:
             check_name(learner)
         caller.may(role, learner or None)
         require_run(self._run, request.run)

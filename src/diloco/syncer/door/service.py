@@ -39,6 +39,7 @@ from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import WatchStream, ask_of, contribution_of, layout_of, report_of, standing_message
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
 from diloco.syncer.door.receiving import IncomingBytes, IncomingModel
+from diloco.syncer.door.workers import WorkerCalls
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
@@ -103,6 +104,7 @@ class Service:
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
                 **self.followers.handlers(),
+                **WorkerCalls(lambda: self.driver, guard).handlers(),
             }
         )
 
@@ -166,7 +168,7 @@ class Service:
         claim, ask = value_of(Claim, request), ask_of(request)
 
         grant: Grant = self.driver.wait_for(lambda driver, done: driver.lease(claim, ask, done), context)
-        return message_of(pb.LeaseReply, grant)
+        return message_of(pb.LeaseReply, grant, repeat=not grant.number)
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request, "learner")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_local, socket_path
-from diloco.syncer.keys.certificates import UNKNOWN, Caller, ExpiryWarnings, holder_of
+from diloco.syncer.keys.certificates import BOUND, UNKNOWN, Caller, ExpiryWarnings, holder_of
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import mark_of, replace_secret
 
@@ -119,7 +119,7 @@ class Authenticator:
                 f"the certificate of {holder.name!r} is for run {holder.run!r} and this syncer serves {self._run!r}; "
                 "use the keys of this run."
             )
-        bound = holder.name if holder.role == "learner" else None
+        bound = holder.name if holder.role in BOUND else None
         return Caller(holder.name, holder.role, bound, holder.serial, holder.expires)
 
     def check(self, caller: Caller) -> None:

@@ -8,6 +8,8 @@ role       may
 viewer     read status, history and the global model
 evaluator  what a viewer may, and report results of the global model
 learner    what a viewer may, and join, push and pull as itself (it holds the global model anyway)
+rollout    what a viewer may, and generate groups of reinforcement learning as itself
+reward     what a viewer may, and score them as itself
 standby    what a viewer may, and serve the run: the role of syncers
 admin      everything, for any learner: also whatever changes a run
 """
@@ -44,16 +46,21 @@ _PEM = serialization.Encoding.PEM
 
 log = logging.getLogger("diloco.syncer")
 
-Role = Literal["viewer", "evaluator", "learner", "standby", "admin"]
+Role = Literal["viewer", "evaluator", "learner", "rollout", "reward", "standby", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 MAY: Mapping[Role, frozenset[Role]] = {
     "viewer": frozenset({"viewer"}),
     "evaluator": frozenset({"viewer", "evaluator"}),
     "learner": frozenset({"viewer", "learner"}),
+    "rollout": frozenset({"viewer", "rollout"}),
+    "reward": frozenset({"viewer", "reward"}),
     "standby": frozenset({"viewer"}),
     "admin": frozenset(ROLES),
 }
 """The roles in which a caller of each role may act."""
+
+BOUND: frozenset[Role] = frozenset({"learner", "rollout", "reward"})
+"""Roles whose holder speaks for itself alone."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Caller:
             raise AuthError(f"{self.name!r} has the role {self.role!r} and this needs {needed!r}; use other keys.")
         if learner is not None and self.learner not in (None, learner):
             raise AuthError(
-                f"{self.name!r} may speak for learner {self.learner!r} only, not for {learner!r}; use that learner's "
+                f"{self.name!r} may speak for {self.role} {self.learner!r} only, not for {learner!r}; use that one's "
                 "own keys."
             )
 

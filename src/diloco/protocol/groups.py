@@ -1,0 +1,660 @@
+"""Groups of reinforcement learning: who generates, rewards and trains what.
+
+    prompt → leased → generated → leased → scored → leased → merged
+
+Prompts are the numbers 0, 1, 2, …; every worker computes prompt n itself. A rollout worker leases a prompt and sends a
+group, its completions; it has the prompt's number. A reward worker leases the group and scores it. From then on the
+group is a unit of data that `protocol.leases` offers to trainers, which are ordinary learners: it returns with a
+trainer that leaves, and it is merged when every fragment has a fate for it, in a published version. A group that will
+not be trained ends otherwise:
+
+    stale            a fragment has gone `max_staleness` versions beyond the one that the group was made with
+    without signal   all its rewards are equal, so that every advantage is zero
+    refused          it cannot be scored, or a trainer cannot use it
+
+At any time, exactly:
+
+    acknowledged = waiting + leased + merged + stale + without signal + refused
+
+**Durability.** A group's bytes and its state are in the store before it is acknowledged, and scores before their worker
+hears of it: both are in the run's record. Groups that arrive between two records share one object, a pack. Leases of
+workers are not durable: a worker states with every message what it holds, and gets it back from the next syncer unless
+another worker has it. So a lost message is repaired by the next one. Of two workers with one prompt or group, the first
+answer counts.
+
+**Staleness.** A model version is the tuple of the fragments' versions in one manifest. The staleness of a group is the
+largest difference, over the fragments, between the versions it is trained on and those it was made with.
+
+No clock, socket or tensor is used here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal
+
+from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
+from diloco.protocol.leases import GroupRules, Leases
+from diloco.protocol.units import Ranges, common, count, minus, ranges_of, split, union
+
+Role = Literal["rollout", "reward", "trainer"]
+
+Key = tuple[str, str]
+"""Role and name of a worker."""
+
+MAX_WORKERS = 1024
+"""Workers that are live at once, and whose numbers are kept."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of a group.
+
+    Attributes:
+        rewards: one per completion.
+        reason: why the group is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
+    """
+
+    number: int
+    rewards: tuple[float, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A worker's message: what it has, and what it asks for.
+
+    Attributes:
+        process: a random number of the worker's process; that of a trainer, its incarnation.
+        order: ascending with every message of the process.
+        digest: of the worker's settings, as `GroupRules.digest`.
+        holds: prompts (of a rollout worker) or groups that it has and works on.
+        wants: how many more it can take.
+        scores: of groups that it is done with.
+        refusals: what it could not do since its last message, as sentences, for people.
+    """
+
+    role: Role
+    worker: str
+    process: int
+    order: int
+    digest: str
+    holds: tuple[int, ...] = ()
+    wants: int = 0
+    scores: tuple[Score, ...] = ()
+    refusals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A group as its worker sends it.
+
+    Attributes:
+        versions: of the fragments of the model that has generated it.
+        weights: digest of that model (`digest_of`).
+        digest: SHA-256 of the bytes.
+        num_tokens: of all completions.
+        rewards: if they were scored in the same process.
+        fault: what is wrong with the bytes, in a sentence; "": nothing.
+    """
+
+    number: int
+    task: str
+    versions: tuple[int, ...]
+    weights: str
+    digest: str
+    num_bytes: int
+    num_tokens: int
+    rewards: tuple[float, ...] = ()
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group that is not settled, and where it is.
+
+    Attributes:
+        pack, start: the object with its bytes, and the first one.
+        rewards: empty: it has none yet.
+    """
+
+    made: Made
+    worker: str
+    process: int
+    pack: int
+    start: int
+    rewards: tuple[float, ...] = ()
+
+    def staleness(self, versions: Sequence[int]) -> int:
+        """Versions from those that it was made with to these."""
+        return max(now - then for now, then in zip(versions, self.made.versions, strict=True))
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The answer to a worker.
+
+    Attributes:
+        numbers: prompts or groups that are leased to it now. It drops all others.
+        groups: of a reward worker and a trainer, those groups.
+        why: why it got fewer than it wants; "": it did not.
+        max_staleness, versions: of the run.
+    """
+
+    numbers: tuple[int, ...] = ()
+    groups: tuple[Group, ...] = ()
+    why: str = ""
+    versions: tuple[int, ...] = ()
+
+
+@dataclass
+class Worker:
+    """A worker that is live.
+
+    Attributes:
+        former: the last processes of its name that have ended.
+        versions: those that its last group was made with.
+    """
+
+    process: int
+    seen_at: float
+    order: int = 0
+    former: tuple[int, ...] = ()
+    holds: set[int] = field(default_factory=set)
+    versions: tuple[int, ...] = ()
+
+
+@dataclass
+class TaskRewards:
+    """Rewards of a task: the number of scored groups, and the mean over the last ones (weight of the newest: 1/50)."""
+
+    num: int = 0
+    mean: float = 0.0
+
+    def add(self, reward: float) -> None:
+        """Add the mean reward of a group."""
+        self.num += 1
+        self.mean += (reward - self.mean) / min(self.num, 50)
+
+
+class Groups:
+    """All groups of a run.
+
+    Arguments:
+        leases: of trainers.
+
+    Attributes:
+        frontier: all prompts from this one on were never leased.
+        returned: prompts below it that are free.
+        groups: those that are not settled, by number.
+        counts: of all groups: "acknowledged", and those that are settled, by their end.
+        workers: that are live.
+        worker_counts: by worker: "generated", "scored", "refused".
+        refusals: the newest ones, each with its worker, for people.
+        staleness: of groups when a trainer leased them.
+        tasks: rewards by task.
+    """
+
+    def __init__(self, leases: Leases, versions: Sequence[int]) -> None:
+        self._leases = leases
+        self.frontier, self.returned = 0, Ranges()
+        self.groups: dict[int, Group] = {}
+        self.counts: Counter[str] = Counter()
+        self.workers: dict[Key, Worker] = {}
+        self.worker_counts: dict[Key, Counter[str]] = {}
+        self.refusals: list[tuple[str, str]] = []
+        self.staleness: Counter[int] = Counter()
+        self.tasks: dict[str, TaskRewards] = {}
+        self._versions = tuple(versions)
+        self._digests: list[dict[int, str]] = [{} for _ in versions]
+        self._pack, self._pack_bytes, self._packed_at = 1, 0, -math.inf
+        self._is_waiting = False  # workers wait for a record
+        self._unsaved: dict[int, int] = {}  # groups that are not durable, with the record that has them (0: none yet)
+
+    @property
+    def rules(self) -> GroupRules | None:
+        """Of the run; None: no trainer has joined."""
+        return None if self._leases.data is None else self._leases.data.groups
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def work(self, now: float, work: Work, *, paused: str | None = None) -> Assigned:
+        """A message of a rollout or a reward worker. If it has scores, answer it once a record with them is durable.
+
+        Arguments:
+            paused: why no worker gets anything now; None: the run is not paused.
+
+        Raises:
+            StaleIncarnationError: a newer process works under this name.
+            ConfigError: its settings differ from the run's. PayloadError: too many workers.
+        """
+        worker, key = self._heard(now, work), (work.role, work.worker)
+        if worker is None:
+            return Assigned(why="this message was overtaken by a newer one", versions=self._versions)
+        for refusal in work.refusals:
+            self._refuse(key, refusal)
+        if (rules := self.rules) is None:
+            return Assigned(why="no trainer has joined the run yet", versions=self._versions)
+        self._check_settings(key, work.digest, rules)
+        for score in work.scores:
+            self._score(key, score, rules)
+        self._is_waiting |= bool(work.scores)
+        is_rollout = work.role == "rollout"
+        free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
+        kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
+        self._release(key, worker.holds - kept)
+        self._lease(worker, kept, is_rollout=is_rollout)
+        why, room = paused or "", 0 if paused else work.wants
+        if is_rollout and room > (left := self._room(rules)):
+            why, room = f"the run's queue of {rules.queue} groups is full", left
+        given = set[int]()
+        if room > 0:
+            free = self.returned if is_rollout else self._free_groups
+            back, _ = split(free, room)
+            given = set(numbers_of(back))
+            if is_rollout:
+                given |= set(range(self.frontier, self.frontier + room - len(given)))
+            why = why or ("" if len(given) == work.wants else "no group waits for a reward")
+            self._lease(worker, given, is_rollout=is_rollout)
+        held = tuple(sorted(worker.holds))
+        groups = () if is_rollout else tuple(self.groups[number] for number in held)
+        return Assigned(held, groups, why, self._versions)
+
+    def _room(self, rules: GroupRules) -> int:
+        """How many more prompts may be leased."""
+        num_ahead = len(self.groups) - self._num_trained + self._num_leased("rollout")
+        return 0 if len(self._packs) >= MAX_PACKS else max(0, rules.queue - num_ahead)
+
+    @property
+    def _num_trained(self) -> int:
+        """Groups that trainers have leased."""
+        return count(common(self._leases.leased, ranges_of((n, n + 1) for n in self.groups)))
+
+    @property
+    def _packs(self) -> set[int]:
+        return {group.pack for group in self.groups.values()}
+
+    def _heard(self, now: float, work: Work) -> Worker | None:
+        """The worker of a message; None: a newer one of its process was read before."""
+        key = work.role, work.worker
+        worker = self.workers.get(key)
+        if worker is not None and work.process in worker.former:
+            raise StaleIncarnationError(
+                f"another process works as {work.role} {work.worker!r} now; give every worker its own name."
+            )
+        if worker is None or worker.process != work.process:
+            if worker is None and len(self.workers) >= MAX_WORKERS:
+                raise PayloadError(f"the run has {MAX_WORKERS} workers already; stop one of them.")
+            former: tuple[int, ...] = ()
+            if worker is not None:
+                self._release(key, set(worker.holds))
+                former = (*worker.former, worker.process)[-4:]
+            worker = self.workers[key] = Worker(work.process, now, former=former)
+        worker.seen_at = now
+        if work.order <= worker.order:
+            return None
+        worker.order = work.order
+        return worker
+
+    def _check_settings(self, key: Key, digest: str, rules: GroupRules) -> None:
+        if digest != rules.digest:
+            error = (
+                f"{key[0]} {key[1]!r} has other settings of [rl] and [task] or another tokenizer (digest "
+                f"{digest[:12]}) than the run's trainers ({rules.digest[:12]}); give all of them the same run file."
+            )
+            self._refuse(key, error)
+            raise ConfigError(error)
+
+    def _free_prompts(self, held: Sequence[int], rules: GroupRules) -> Ranges:
+        """The free prompts. A restarted syncer may not know yet of prompts that workers hold."""
+        stop = max((number + 1 for number in held), default=0)
+        if self.frontier < stop <= self.frontier + 2 * rules.queue:
+            self.returned = union(self.returned, ((self.frontier, stop),))
+            self.frontier = stop
+        return self.returned
+
+    @property
+    def _free_groups(self) -> Ranges:
+        """Groups that wait for a reward worker."""
+        free = (n for n, group in self.groups.items() if not group.rewards and n not in self._unsaved)
+        return minus(ranges_of((n, n + 1) for n in free), self._held("reward"))
+
+    def _held(self, role: Role) -> Ranges:
+        held = (n for key, worker in self.workers.items() if key[0] == role for n in worker.holds)
+        return ranges_of((n, n + 1) for n in held)
+
+    def _num_leased(self, role: Role) -> int:
+        return sum(len(worker.holds) for key, worker in self.workers.items() if key[0] == role)
+
+    def _lease(self, worker: Worker, given: set[int], *, is_rollout: bool) -> None:
+        worker.holds |= given
+        if is_rollout and given:
+            self.frontier = max(self.frontier, max(given) + 1)
+            self.returned = minus(self.returned, ranges_of((n, n + 1) for n in given))
+
+    def _release(self, key: Key, held: set[int]) -> None:
+        """End leases of a worker."""
+        self.workers[key].holds -= held
+        if key[0] == "rollout":
+            self.returned = union(self.returned, ranges_of((n, n + 1) for n in held))
+
+    def _refuse(self, key: Key, reason: str) -> None:
+        self._count(key, "refused")
+        self.refusals = [*self.refusals, (f"{key[0]} {key[1]}", reason)][-MAX_REFUSALS:]
+
+    def _count(self, key: Key, what: str) -> None:
+        counts = self.worker_counts.pop(key, None) or Counter()
+        counts[what] += 1
+        self.worker_counts[key] = counts  # the newest last
+        if len(self.worker_counts) > MAX_WORKERS:
+            del self.worker_counts[next(iter(self.worker_counts))]
+
+    def tick(self, now: float, lost_s: float) -> None:
+        """End the leases of workers that were silent for so long."""
+        for key, worker in list(self.workers.items()):
+            if now - worker.seen_at >= lost_s:
+                self._release(key, set(worker.holds))
+                del self.workers[key]
+
+    def wake_at(self, lost_s: float) -> float:
+        """When `tick` is due."""
+        return min((worker.seen_at + lost_s for worker in self.workers.values()), default=math.inf)
+
+    def was_suspended(self, seconds: float) -> None:
+        """As `SyncerCore.was_suspended`."""
+        self._packed_at += seconds
+        for worker in self.workers.values():
+            worker.seen_at += seconds
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def made(self, now: float, worker: str, process: int, made: Made) -> bool:
+        """The bytes of a group were received, and are well formed. Returns whether they must be stored, in the pack of
+        the next record; otherwise the group was sent before, or is stale already. Answer once a record is durable.
+
+        Raises:
+            PayloadError: the group is not accepted. StaleIncarnationError: as `work`.
+        """
+        key = ("rollout", worker)
+        known = self.workers.get(key)
+        if known is None or process in known.former or process != known.process:
+            raise StaleIncarnationError(
+                f"process {process:x} does not work as rollout {worker!r} now; ask for prompts before groups are sent."
+            )
+        known.seen_at = now
+        group, number = self.groups.get(made.number), made.number
+        if group is not None and (group.worker, group.process, group.made) == (worker, process, made):
+            self._is_waiting = True
+            return False
+        try:
+            self._check(made)
+        except PayloadError as error:
+            self._refuse(key, str(error))
+            raise
+        if number in known.holds:
+            known.holds.remove(number)
+        else:  # the first answer counts
+            self.returned = minus(self.returned, _one(number))
+            for other in (it for (role, _), it in self.workers.items() if role == "rollout"):
+                other.holds.discard(number)
+        known.versions, self._is_waiting = made.versions, True
+        self._count(key, "generated")
+        self.counts["acknowledged"] += 1
+        group = Group(made, worker, process, self._pack, self._pack_bytes)
+        if group.staleness(self._versions) > self._max_staleness:
+            self.counts["stale"] += 1
+            return False
+        self.groups[number], self._unsaved[number] = group, 0
+        self._pack_bytes += made.num_bytes
+        return True
+
+    @property
+    def _max_staleness(self) -> int:
+        return 0 if self.rules is None else self.rules.max_staleness
+
+    def _check(self, made: Made) -> None:
+        rules, number = self.rules, made.number
+        assert rules is not None  # it has leased a prompt
+        if made.fault:
+            raise PayloadError(f"group {number} is not well formed: {made.fault}")
+        is_taken = number in self.groups or not (
+            count(common(self.returned, _one(number))) or count(common(self._held("rollout"), _one(number)))
+        )
+        if is_taken:
+            raise PayloadError(f"group {number} was sent before, or its prompt is not leased; drop it.")
+        if len(made.versions) != len(self._versions) or any(
+            not 0 <= its <= now for its, now in zip(made.versions, self._versions, strict=True)
+        ):
+            raise PayloadError(
+                f"group {number} was made with versions {list(made.versions)} of the fragments, and the run has "
+                f"{list(self._versions)}; follow this run."
+            )
+        if (weights := self.weights_of(made.versions)) is not None and weights != made.weights:
+            raise PayloadError(
+                f"group {number} was made with weights of digest {made.weights[:12]}, and the run published "
+                f"{weights[:12]} as versions {list(made.versions)}; load them again."
+            )
+        if made.rewards and not _are_usable(made.rewards, rules):
+            raise PayloadError(f"group {number} has rewards {list(made.rewards)}; send {rules.group_size} numbers.")
+
+    def weights_of(self, versions: Sequence[int]) -> str | None:
+        """The digest of the weights of these versions; None: they are not kept."""
+        digests = [by_version.get(version) for by_version, version in zip(self._digests, versions, strict=True)]
+        return None if None in digests else digest_of(digest for digest in digests if digest is not None)
+
+    def due_at(self, now: float) -> float:
+        """When a record is due; infinite: nothing waits for one. The more packs there are, the more groups one gets."""
+        if not self._is_waiting:
+            return math.inf
+        return max(now, self._packed_at + max(PACK_S, len(self._packs) / PACKS_PER_S))
+
+    def _score(self, key: Key, score: Score, rules: GroupRules) -> None:
+        """A worker is done with a group. The second score of a group changes nothing."""
+        group = self.groups.get(score.number)
+        for other in (it for (role, _), it in self.workers.items() if role == "reward"):
+            other.holds.discard(score.number)
+        if group is None or group.rewards or score.number in self._unsaved:
+            return
+        if score.reason or not _are_usable(score.rewards, rules):
+            self._refuse(key, score.reason or f"group {score.number} got rewards {list(score.rewards)}")
+            self._settle(score.number, "refused")
+            return
+        self._count(key, "scored")
+        self._reward(score.number, score.rewards)
+
+    def _reward(self, number: int, rewards: tuple[float, ...]) -> None:
+        group = self.groups[number]
+        self.tasks.setdefault(group.made.task, TaskRewards()).add(sum(rewards) / len(rewards))
+        if min(rewards) == max(rewards):
+            self._settle(number, "without signal")
+            return
+        self.groups[number] = replace(group, rewards=rewards)
+        self._leases.offer(_one(number))
+
+    def _settle(self, number: int, end: str) -> None:
+        del self.groups[number]
+        self.counts[end] += 1
+
+    # --- trainers -----------------------------------------------------------------------------------------------------
+
+    def leased(self, units: Ranges) -> None:
+        """Trainers have leased these groups."""
+        self.staleness.update(self.groups[n].staleness(self._versions) for n in numbers_of(units) if n in self.groups)
+
+    def of_trainer(self, learner: str, incarnation: int) -> Assigned:
+        """The groups that a trainer has leased."""
+        lease = self._leases.leases.get((learner, incarnation))
+        units = () if lease is None else tuple(n for n in numbers_of(lease.units) if n in self.groups)
+        return Assigned(units, tuple(self.groups[n] for n in units), "", self._versions)
+
+    def given_up(self, learner: str, units: Ranges, reasons: Mapping[int, str]) -> None:
+        """A trainer's lease of these groups has ended without training: they are stale, or it cannot use them."""
+        self._is_waiting |= bool(reasons)
+        for number in numbers_of(units):
+            if number in self.groups:
+                is_stale = reasons[number] == STALE
+                self._settle(number, STALE if is_stale else "refused")
+                if not is_stale:
+                    self._refuse(("trainer", learner), reasons[number])
+
+    def look(self) -> None:
+        """Leases have changed: count the groups that are merged now."""
+        for number in self._merged(self._leases):
+            self._settle(number, "merged")
+
+    def _merged(self, leases: Leases) -> list[int]:
+        offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
+        return numbers_of(minus(offered, union(leases.leased, leases.returned)))
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def publishes(self, fragment: int, version: int, digest: str) -> None:
+        """This version will be published, or was."""
+        digests = self._digests[fragment]
+        digests[version] = digest
+        for old in [each for each in digests if each < version - self._max_staleness - 1]:
+            del digests[old]
+
+    def published(self, versions: Sequence[int]) -> None:
+        """These are the newest versions: groups that are too old for them end as stale, unless a trainer has them."""
+        self._versions = tuple(versions)
+        leased = set(numbers_of(self._leases.leased))
+        for number, group in list(self.groups.items()):
+            is_gone = any(its > now for its, now in zip(group.made.versions, versions, strict=True))
+            if number not in leased and (is_gone or group.staleness(versions) > self._max_staleness):
+                if group.rewards:
+                    self._leases.withdraw(_one(number))
+                self._unsaved.pop(number, None)
+                for worker in self.workers.values():
+                    worker.holds.discard(number)
+                self._settle(number, STALE)
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, int]:
+        """The number of groups: acknowledged, and in each state; prompts that are leased are not among them."""
+        leased = self._num_trained + self._num_leased("reward")
+        ends = {end: self.counts[end] for end in ENDS}
+        return {
+            "acknowledged": self.counts["acknowledged"], "waiting": len(self.groups) - leased, "leased": leased, **ends,
+        }  # fmt: skip
+
+    def status(self) -> dict[str, Any] | None:
+        """Plain values for `diloco status`; None: no trainer has joined."""
+        if (rules := self.rules) is None:
+            return None
+        workers = {key: {"role": key[0], "name": key[1], "live": key in self.workers} for key in self.worker_counts}
+        workers |= {key: {"role": key[0], "name": key[1], "live": True} for key in self.workers}
+        for key, values in workers.items():
+            counts, live = self.worker_counts.get(key, Counter()), self.workers.get(key)
+            values |= {each: counts[each] for each in ("generated", "scored", "refused")}
+            values |= {
+                "holds": 0 if live is None else len(live.holds),
+                "versions": [] if live is None else list(live.versions),
+            }
+        return {
+            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue,
+            "max_staleness": rules.max_staleness, "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
+            "tasks": {name: [task.num, task.mean] for name, task in self.tasks.items()},
+            "workers": [workers[key] for key in sorted(workers)], "refusals": [list(each) for each in self.refusals],
+        }  # fmt: skip
+
+    def saved(self, serial: int, then: Leases) -> dict[str, Any] | None:
+        """Plain values (JSON) for the record with this serial number; None: no trainer has joined.
+
+        Arguments:
+            then: the leases as the record has them.
+        """
+        if self.rules is None:
+            return None
+        merged = set(self._merged(then))
+        kept = {number: group for number, group in self.groups.items() if number not in merged}
+        counts = {**self.counts, "merged": self.counts["merged"] + len(merged)}
+        self._unsaved = {number: at or serial for number, at in self._unsaved.items()}
+        self._is_waiting = False
+        if self._pack_bytes:
+            self._pack, self._pack_bytes = self._pack + 1, 0
+        return {
+            "frontier": self.frontier, "free": union(self.returned, self._held("rollout")),
+            "groups": [_as_list(group) for group in kept.values()], "counts": counts, "pack": self._pack,
+            "packs": sorted({group.pack for group in kept.values()}), "keep": self._max_staleness + 1,
+            "digests": [[[version, digest] for version, digest in each.items()] for each in self._digests],
+            "staleness": [[k, v] for k, v in self.staleness.items()],
+            "tasks": {name: [task.num, task.mean] for name, task in self.tasks.items()},
+        }  # fmt: skip
+
+    def restore(self, values: Mapping[str, Any] | None) -> None:
+        """Continue from `saved`; the leases were restored before."""
+        if values is None:
+            return
+        self.frontier, self.returned = values["frontier"], ranges_of(values["free"])
+        self.groups = {group.made.number: group for group in map(_group_of, values["groups"])}
+        self.counts, self._pack = Counter(values["counts"]), values["pack"]
+        self.staleness = Counter(dict(values["staleness"]))
+        self.tasks = {name: TaskRewards(*task) for name, task in values["tasks"].items()}
+        for own, saved in zip(self._digests, values["digests"], strict=True):
+            own |= {version: digest for version, digest in saved if version not in own}
+        offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
+        lost = minus(union(self._leases.leased, self._leases.returned), offered)  # merged, before a repair went back
+        self._leases.withdraw(lost)
+        self.counts["merged"] -= count(lost)
+        self.counts[STALE] += count(lost)
+        self.published(self._versions)
+        for number, group in list(self.groups.items()):
+            if group.made.rewards and not group.rewards:  # the record was taken before
+                self._reward(number, group.made.rewards)
+
+    def recorded(self, now: float, serial: int) -> None:
+        """The record with this serial number is durable."""
+        self._packed_at = now
+        for number in [number for number, at in self._unsaved.items() if 0 < at <= serial]:
+            del self._unsaved[number]
+            if rewards := self.groups[number].made.rewards:
+                self._reward(number, rewards)
+
+
+STALE = "stale"
+ENDS = ("merged", STALE, "without signal", "refused")
+"""States of groups that are settled."""
+
+PACK_S, PACKS_PER_S = 0.2, 200.0
+"""Between two records for groups alone, at least, and the number of packs at which it is a second longer."""
+
+MAX_PACKS = 2000
+"""That a manifest names."""
+
+MAX_REFUSALS = 20
+"""Newest refusals that are kept for people."""
+
+
+def digest_of(digests: Iterable[str]) -> str:
+    """The digest of a model's weights from those of its fragments."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def numbers_of(units: Ranges) -> list[int]:
+    """All numbers of a set."""
+    return [number for first, stop in units for number in range(first, stop)]
+
+
+def _one(number: int) -> Ranges:
+    return ((number, number + 1),)
+
+
+def _are_usable(rewards: tuple[float, ...], rules: GroupRules) -> bool:
+    return len(rewards) == rules.group_size and all(map(math.isfinite, rewards))
+
+
+def _as_list(group: Group) -> list[Any]:
+    return [astuple(group.made), group.worker, group.process, group.pack, group.start, group.rewards]
+
+
+def _group_of(values: Sequence[Any]) -> Group:
+    made, worker, process, pack, start, rewards = values
+    number, task, versions, weights, digest, num_bytes, num_tokens, own, _ = made
+    its = Made(number, task, tuple(versions), weights, digest, num_bytes, num_tokens, tuple(own))
+    return Group(its, worker, process, pack, start, tuple(rewards))

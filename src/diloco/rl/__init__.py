@@ -1,0 +1,1 @@
+"""Roles of reinforcement learning: rollout and reward workers, and trainers."""

@@ -1,0 +1,43 @@
+"""What the roles of a run must agree on, from its run file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from diloco.config import RlTable, RunConfig
+from diloco.errors import ConfigError
+from diloco.protocol.leases import DataSet, GroupRules
+from diloco.rl.tokenizer import Tokenizer
+
+OWN = {"score_timeout_s", "score_memory_mb", "supervised_steps", "supervised_lr", "supervised_batch", "groups_per_step"}
+"""Settings in which workers and trainers may differ."""
+
+
+def table_of(config: RunConfig) -> RlTable:
+    """The table [rl].
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.rl is None:
+        raise ConfigError(f"run {config.run.name!r} has no table [rl]; add it, and a [task.NAME].")
+    return config.rl
+
+
+def rules_of(config: RunConfig, tokenizer: Tokenizer) -> GroupRules:
+    """The rules of the run's groups. Raises ConfigError: the run file has no table [rl]."""
+    table = table_of(config)
+    tasks = {name: task.model_dump(mode="json") for name, task in config.task.items()}
+    shared = [table.model_dump(mode="json", exclude=OWN), tasks, tokenizer.digest]
+    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+    queue = table.queue or 2 * table.groups_per_step * config.run.learners
+    return GroupRules(
+        digest, tokenizer.vocab_size, table.group_size, table.max_prompt_tokens, table.max_tokens, table.max_staleness,
+        queue,
+    )  # fmt: skip
+
+
+def data_of(rules: GroupRules) -> DataSet:
+    """The groups of a run, as the data that its trainers lease."""
+    return DataSet(1, 0, rules.digest, groups=rules)
