@@ -52,11 +52,11 @@ MAX_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Score:
-    """What became of a group.
+    """What became of a group, or of a prompt for which none can be generated.
 
     Attributes:
         rewards: one per completion.
-        reason: why the group is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
+        reason: why it is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
     """
 
     number: int
@@ -130,8 +130,9 @@ class Group:
     rewards: tuple[float, ...] = ()
 
     def staleness(self, versions: Sequence[int]) -> int:
-        """Versions from those that it was made with to these."""
-        return max(now - then for now, then in zip(versions, self.made.versions, strict=True))
+        """Versions from those that it was made with to these; a worker may have read a version before the syncer knew
+        that it was stored."""
+        return max(max(0, now - then) for now, then in zip(versions, self.made.versions, strict=True))
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,7 @@ class Groups:
             ConfigError: its settings differ from the run's. PayloadError: too many workers.
         """
         worker, key = self._heard(now, work), (work.role, work.worker)
+        self._is_waiting |= bool(work.scores)
         if worker is None:
             return Assigned(why="this message was overtaken by a newer one", versions=self._versions)
         for refusal in work.refusals:
@@ -241,8 +243,11 @@ class Groups:
             return Assigned(why="no trainer has joined the run yet", versions=self._versions)
         self._check_settings(key, work.digest, rules)
         for score in work.scores:
-            self._score(key, score, rules)
-        self._is_waiting |= bool(work.scores)
+            if work.role == "reward":
+                self._score(key, score, rules)
+            elif score.number in worker.holds:  # no worker can generate it
+                worker.holds.remove(score.number)
+                self._refuse(key, score.reason)
         is_rollout = work.role == "rollout"
         free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
         kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
@@ -427,7 +432,8 @@ class Groups:
         if is_taken:
             raise PayloadError(f"group {number} was sent before, or its prompt is not leased; drop it.")
         if len(made.versions) != len(self._versions) or any(
-            not 0 <= its <= now for its, now in zip(made.versions, self._versions, strict=True)
+            not 0 <= its <= now and its not in digests
+            for its, now, digests in zip(made.versions, self._versions, self._digests, strict=True)
         ):
             raise PayloadError(
                 f"group {number} was made with versions {list(made.versions)} of the fragments, and the run has "
@@ -524,8 +530,7 @@ class Groups:
         self._versions = tuple(versions)
         leased = set(numbers_of(self._leases.leased))
         for number, group in list(self.groups.items()):
-            is_gone = any(its > now for its, now in zip(group.made.versions, versions, strict=True))
-            if number not in leased and (is_gone or group.staleness(versions) > self._max_staleness):
+            if number not in leased and group.staleness(versions) > self._max_staleness:
                 if group.rewards:
                     self._leases.withdraw(_one(number))
                 self._unsaved.pop(number, None)
