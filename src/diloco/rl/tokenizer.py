@@ -61,7 +61,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     end = SEPARATOR[0] if encoder.tokenizer is None else encoder.tokenizer.eos_token_id
     if end is None:
         raise ConfigError(
-            f"the tokenizer {name} has no end-of-sequence token, so that no completion ends; give it an eos_token, save "
-            "it with save_pretrained, and name that directory"
+            f"the tokenizer {name} has no end-of-sequence token, so that no completion ends; give it one, save it "
+            "with save_pretrained, and name that directory"
         )
     return Tokenizer(name, end, encoder.vocab_size, encoder.digest(), encoder.tokenizer)
