@@ -21,7 +21,7 @@ from benchmarks.processes import until
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 
 from diloco.config import ModelTable
@@ -112,6 +112,17 @@ def test_a_completion_ends_with_the_end_token_or_is_cut() -> None:
         assert 0 not in each.tokens[:-1]
         assert each.ended == (int(each.tokens[-1]) == 0)
         assert each.ended or len(each.tokens) == 4
+
+
+def test_generation_stops_once_every_completion_has_ended() -> None:
+    model, passes = a_model(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    ((first, *_),) = TransformersEngine(model, VOCABULARY).generate(
+        [[1, 2]], num=2, max_tokens=4, temperature=0.0, seed=0
+    )
+    assert len(passes) == len(first.tokens) == 4
+    TransformersEngine(model, int(first.tokens[0])).generate([[1, 2]], num=2, max_tokens=4, temperature=0.0, seed=0)
+    assert len(passes) == 5
 
 
 def test_a_seed_gives_its_completions_and_leaves_the_state_of_torch_alone() -> None:
@@ -292,6 +303,7 @@ def test_a_server_that_gives_log_probabilities(stub: Stub, engine: OpenAIEngine,
 
     saved = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(saved.lm_head.weight, a_model(1).lm_head.weight)
+    assert AutoTokenizer.from_pretrained(folder)("cab")["input_ids"] == [3, 1, 2]
     assert (saved.generation_config.do_sample, saved.generation_config.eos_token_id) == (True, 0)
     engine.load(version(a_model(2), 2))
     engine.generate(PROMPTS[:1], num=1, max_tokens=3, temperature=1.0, seed=0)

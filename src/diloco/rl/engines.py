@@ -240,14 +240,16 @@ class OpenAIEngine:
 
     A completion that comes back as text is encoded again. Its tokens may differ from the sampled ones: bytes that are
     not UTF-8 become U+FFFD, and different tokens may spell one text. The log-probabilities are those of the recorded
-    tokens, so they are right for what is recorded; but such tokens were not drawn from exactly that distribution.
+    tokens, so they are right for what is recorded; but such tokens were not drawn from exactly that distribution. Nor
+    were those after a prompt that was sent as text, if the server's tokenizer puts a beginning before it.
 
     Arguments:
         url: of the server, like "http://localhost:8000".
         folder: of this worker alone; absent, empty, or of the same run.
         model: this worker's own copy of the run's model.
         timeout_s: how long the server may be silent; loading a version is part of its first request.
-        parallel: requests at a time. `transformers serve` repeats the completions of a seed only with 1.
+        parallel: requests at a time. `transformers serve` repeats the completions of a seed only with 1. It keeps every
+            version in memory for its `--model-timeout`.
 
     Raises:
         ConfigError: an invalid URL.
