@@ -1,0 +1,1 @@
+"""Roles of decentralised reinforcement learning: rollout, reward, trainer."""
