@@ -552,20 +552,24 @@ class Groups:
         """Plain values for `diloco status`; None: no trainer has joined."""
         if (rules := self.rules) is None:
             return None
-        workers = {key: {"role": key[0], "name": key[1], "live": key in self.workers} for key in self.worker_counts}
-        workers |= {key: {"role": key[0], "name": key[1], "live": True} for key in self.workers}
-        for key, values in workers.items():
-            counts, live = self.worker_counts.get(key, Counter()), self.workers.get(key)
-            values |= {each: counts[each] for each in ("generated", "scored", "refused")}
-            values |= {
-                "holds": 0 if live is None else len(live.holds),
-                "versions": [] if live is None else list(live.versions),
-            }
+        totals = self.totals()
         return {
-            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue,
-            "max_staleness": rules.max_staleness, "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
-            "tasks": {name: [task.num, task.mean] for name, task in self.tasks.items()},
-            "workers": [workers[key] for key in sorted(workers)], "refusals": [list(each) for each in self.refusals],
+            **{each: totals[each] for each in ("acknowledged", "waiting", "leased")},
+            "ended": {end: totals[end] for end in ENDS},
+            "prompts": self._num_leased("rollout"), "queue": rules.queue, "max_staleness": rules.max_staleness,
+            "staleness": {str(versions): num for versions, num in sorted(self.staleness.items())},
+            "rewards": {name: task.mean for name, task in self.tasks.items()},
+            "scored": {name: task.num for name, task in self.tasks.items()},
+            "workers": [self._worker_status(key) for key in sorted(self.worker_counts.keys() | self.workers)],
+            "refusals": list(self.refusals),
+        }  # fmt: skip
+
+    def _worker_status(self, key: Key) -> dict[str, Any]:
+        counts, worker = self.worker_counts.get(key, Counter()), self.workers.get(key)
+        holds, versions = (0, ()) if worker is None else (len(worker.holds), worker.versions)
+        return {
+            "role": key[0], "name": key[1], "live": worker is not None or key[0] == "trainer",
+            **{each: counts[each] for each in ("generated", "scored", "refused")}, "holds": holds, "versions": versions,
         }  # fmt: skip
 
     def saved(self, serial: int, then: Leases) -> dict[str, Any] | None:
