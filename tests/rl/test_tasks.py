@@ -172,6 +172,11 @@ def test_a_sample_that_is_no_prompt_is_one_sentence(own: Callable[[str], Task], 
         (TaskSettings("own_task", settings={"a": 1}), "task.x.settings has no effect"),
         (TaskSettings("own_task", exact=False), "task.x.exact has no effect"),
         (
+            TaskSettings("verifiers:absent"),
+            'task.x.source = "verifiers:absent" cannot be loaded .*; install verifiers and',
+        ),
+        (TaskSettings("verifiers:absent", exact=False), 'exact has no effect with source = "verifiers:absent"'),
+        (
             TaskSettings("reasoning-gym:chain_sum", exact=False, reward_model="m"),
             "task.x.exact has no effect with a rew",
         ),
@@ -189,6 +194,50 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if "editable" not in repr(each).lower()])
     with pytest.raises(ConfigError, match=r'^task\.sums\.source = "reasoning-gym:chain_sum" needs.*diloco\[rl\]'):
         Task("sums", sums())
+
+
+ENVIRONMENT = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Double(vf.Task[Data]):
+    @vf.reward(weight=2.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+class InRuntime(Double):
+    @vf.reward
+    async def ran(self, runtime: vf.Runtime) -> float:
+        return 1.0
+
+class Config(vf.TasksetConfig):
+    kind: str = "double"
+
+class Doubles(vf.Taskset[Double, Config]):
+    def load(self):
+        kind = InRuntime if self.config.kind == "runtime" else Double
+        for number in range(50):
+            data = Data(system_prompt="Sums.", prompt=f"double {number}", answer=str(2 * number))
+            yield kind(data, self.config.task)
+
+__all__ = ["Doubles"]
+"""
+
+
+def test_an_environment_of_verifiers_scores_a_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers", reason="not among the libraries of the tests")
+    (tmp_path / "own_doubles.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = Task("own", TaskSettings("verifiers:own-doubles"))
+    prompt = task.prompt(3)
+    assert prompt["prompt"] == f"Sums.\n\ndouble {prompt['seed'] % 50}"
+    assert [task.score(prompt, reply) for reply in (str(prompt["seed"] % 50 * 2), "no")] == [2.0, 0.0]
+    with pytest.raises(ConfigError, match="is no finite environment with rewards, or it needs"):
+        Task("own", TaskSettings("verifiers:own-doubles", settings={"kind": "runtime"}))
+    with pytest.raises(ConfigError, match="cannot be loaded .*settings"):
+        Task("own", TaskSettings("verifiers:own-doubles", settings={"knid": "runtime"}))
 
 
 def test_the_prompts_of_several_tasks_take_turns() -> None:

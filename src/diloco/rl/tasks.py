@@ -1,11 +1,13 @@
 """Tasks of reinforcement learning: prompts made from seeds, and the score of a completion.
 
-A task is two functions, of the user's own module or of reasoning-gym; a reward model may replace the second. Only
-`Task.load` imports torch, and only for a reward model.
+A task is two functions, of the user's own module, of reasoning-gym or of verifiers; a reward model may replace the
+second. Only `Task.load` imports torch, and only for a reward model.
 """
 
+import asyncio
 import hashlib
 import importlib
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +18,9 @@ from diloco.tables import nearest
 
 GYM = "reasoning-gym:"
 """Prefix of a source that is a task of reasoning-gym."""
+
+VERIFIERS = "verifiers:"
+"""Prefix of a source that is an environment of verifiers."""
 
 TRIES = 10_000
 """Maximum number of seeds tried for a prompt of the wanted part."""
@@ -29,11 +34,11 @@ class TaskSettings:
     """The table [task.NAME] of a run file.
 
     Attributes:
-        source: "reasoning-gym:NAME", "package.module" or "package.module:object".
+        source: "reasoning-gym:NAME", "verifiers:NAME", "package.module" or "package.module:object".
         template: the prompt of a task of reasoning-gym; its fields are `question` and the names of the metadata.
         exact: whether only the stripped answer itself scores 1; otherwise the library's partial scores, which a model
             may learn instead of the task.
-        settings: of the task of reasoning-gym.
+        settings: of the task of reasoning-gym, or of the taskset of verifiers.
         held_out: fraction of the prompts that is never trained on.
         reward_model: directory or name of a sequence classifier with one label, whose logit is the score.
     """
@@ -72,6 +77,8 @@ class Task:
             raise ConfigError(f"task.{name}.held_out = {settings.held_out} must be from 0 to 1 but below 1; correct it")
         if settings.source.startswith(GYM):
             self._source: Source = GymTask(name, settings)
+        elif settings.source.startswith(VERIFIERS):
+            self._source = EnvironmentTask(name, settings)
         else:
             self._source = _own_task(name, settings)
         if settings.reward_model is not None and not settings.exact:
@@ -209,15 +216,70 @@ class GymTask:
             return self._template.format(**known)
 
 
+class EnvironmentTask:
+    """A single-turn environment of verifiers 0.4: its task number `seed`, modulo their number, with its system prompt
+    first. A completion is scored as the reply of a trace, without a runtime.
+
+    Raises:
+        ConfigError: library or environment cannot be loaded, or the environment is not of this kind.
+    """
+
+    def __init__(self, name: str, settings: TaskSettings) -> None:
+        _refuse_unused(name, settings, "template", "exact")
+        key, environment = f"task.{name}", settings.source.removeprefix(VERIFIERS)
+        failed, advice = f'{key}.source = "{settings.source}" cannot be loaded', "install verifiers and the environment"
+        with translated(Exception, ConfigError, failed, f"{advice}, and correct {key}.settings"):
+            from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+            config = taskset_config_type(environment)(**{**settings.settings, "id": environment})
+            taskset = load_taskset(config)
+            self._tasks = list(taskset) if taskset.bounded else []
+            scores = [reward for task in self._tasks[:1] for reward in (*task.hooks("reward"), *task.plugged_judges())]
+            tools = [
+                tool for task in self._tasks[:1] for tool in (*taskset.toolsets(config), *task.toolsets(task.config))
+            ]
+        if not scores or tools or any(map(_needs_runtime, scores)):
+            raise ConfigError(
+                f'{key}.source = "{settings.source}" is no finite environment with rewards, or it needs tools or a '
+                "runtime; choose another"
+            )
+
+    def sample(self, seed: int) -> str:
+        data = self._tasks[seed % len(self._tasks)].data
+        return "\n\n".join(text for text in (data.system_prompt, data.prompt_text) if text)
+
+    def score(self, prompt: Mapping[str, Any], completion: str) -> float:
+        import verifiers.v1 as vf
+        from verifiers.v1.state import state_cls
+
+        task = self._tasks[prompt["seed"] % len(self._tasks)]
+        asked = vf.MessageNode(message=vf.UserMessage(content=prompt["prompt"]))
+        reply = vf.MessageNode(parent=0, sampled=True, message=vf.AssistantMessage(content=completion))
+        seen = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent, state = vf.AgentInfo(config=vf.AgentConfig()), state_cls(type(task))()
+        trace = vf.Trace(task=seen, agent=agent, state=state, nodes=[asked, reply])
+        asyncio.run(task.score(trace))
+        return float(trace.reward)
+
+
+def _needs_runtime(reward: Any) -> bool:
+    runtime = inspect.signature(getattr(reward, "score", reward)).parameters.get("runtime")
+    return runtime is not None and runtime.default is inspect.Parameter.empty
+
+
+def _refuse_unused(name: str, settings: TaskSettings, *unused: str) -> None:
+    for key in unused:
+        if getattr(settings, key) != getattr(TaskSettings(""), key):
+            raise ConfigError(f'task.{name}.{key} has no effect with source = "{settings.source}"; drop it')
+
+
 def _own_task(name: str, settings: TaskSettings) -> Source:
     """The module of a dotted path, or its object after the colon; a class is called without arguments."""
+    _refuse_unused(name, settings, "template", "exact", "settings")
     key = f"task.{name}"
-    for unused in ("template", "exact", "settings"):
-        if getattr(settings, unused) != getattr(TaskSettings(""), unused):
-            raise ConfigError(f"{key}.{unused} has no effect with a task that is not of reasoning-gym; drop it")
     module, _, path = settings.source.partition(":")
     failed = f'{key}.source = "{settings.source}" cannot be loaded'
-    advice = 'write "package.module:object", or "reasoning-gym:NAME"'
+    advice = 'write "package.module:object", "reasoning-gym:NAME" or "verifiers:NAME"'
     with translated(Exception, ConfigError, failed, advice):  # an import runs anything
         found: Any = importlib.import_module(module)
         for attribute in path.split(".") if path else ():
