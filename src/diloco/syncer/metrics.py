@@ -178,9 +178,7 @@ class SyncerMetrics(Collector):
             _counters("acknowledged_groups", "Groups that were received.", {(): groups.acknowledged}),
             _gauges("groups", summed, {(state,): num for state, num in states.items()}, "state"),
             _counters("leased_groups", "Groups by versions of staleness when leased.", staleness, "staleness"),
-            _gauges(
-                "reward", "Mean reward of the newest groups.", {(it,): x for it, x in groups.rewards.items()}, "task"
-            ),
+            _gauges("reward", "Mean reward of the newest groups.", rewards, "task"),
             _gauges("workers", "Workers that are live.", {(role,): num for role, num in live.items()}, "role"),
             _counters("worker_groups", "Groups by worker and result.", done, "role", "worker", "result"),
         ]
