@@ -24,12 +24,12 @@ def status(tokens: int, step: int) -> dict[str, Any]:
     member = {
         "incarnation": 1, "step": step, "tokens": tokens, "live": True, "healthy": True, "waiting": False,
         "drained": False, "finished": False, "heard": True, "step_s": 0.5, "silent_s": 0.1, "versions": [2],
-        "experts": None,
+        "experts": None, "groups": None,
     }  # fmt: skip
     ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
     return {
         "run_id": "0" * 32, "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
-        "fragments": [{"ledger": ledger}, {"ledger": ledger}], "experts": None,
+        "fragments": [{"ledger": ledger}, {"ledger": ledger}], "experts": None, "groups": None,
     }  # fmt: skip
 
 
