@@ -279,6 +279,7 @@ class TrackTable(Table):
 class RlTable(Table):
     """Reinforcement learning: groups of completions, and the loss of the trainers."""
 
+    tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
     group_size: int = Field(default=8, ge=2, le=1024)  # completions of a prompt
     groups_per_step: int = Field(default=32, ge=1, le=4096)  # of one trainer
     max_prompt_tokens: int = Field(default=64, ge=1)
