@@ -233,6 +233,7 @@ class Groups:
             ConfigError: its settings differ from the run's. PayloadError: too many workers.
         """
         worker, key = self._heard(now, work), (work.role, work.worker)
+        self._is_waiting |= bool(work.scores)
         if worker is None:
             return Assigned(why="this message was overtaken by a newer one", versions=self._versions)
         for refusal in work.refusals:
@@ -242,7 +243,6 @@ class Groups:
         self._check_settings(key, work.digest, rules)
         for score in work.scores:
             self._score(key, score, rules)
-        self._is_waiting |= bool(work.scores)
         is_rollout = work.role == "rollout"
         free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
         kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
@@ -272,7 +272,11 @@ class Groups:
     @property
     def _num_trained(self) -> int:
         """Groups that trainers have leased."""
-        return count(common(self._leases.leased, ranges_of((n, n + 1) for n in self.groups)))
+        return len(self._among(self._leases.leased))
+
+    def _among(self, units: Ranges) -> list[int]:
+        """The groups among these units, which may be millions in a run of other data."""
+        return numbers_of(common(units, ranges_of((n, n + 1) for n in self.groups)))
 
     @property
     def _packs(self) -> set[int]:
@@ -418,7 +422,8 @@ class Groups:
 
     def _check(self, made: Made) -> None:
         rules, number = self.rules, made.number
-        assert rules is not None  # it has leased a prompt
+        if rules is None:
+            raise PayloadError(f"group {number} has no leased prompt: no trainer has joined the run yet; drop it.")
         if made.fault:
             raise PayloadError(f"group {number} is not well formed: {made.fault}")
         is_taken = number in self.groups or not (
@@ -483,28 +488,29 @@ class Groups:
 
     def leased(self, units: Ranges) -> None:
         """Trainers have leased these groups."""
-        self.staleness.update(self.groups[n].staleness(self._versions) for n in numbers_of(units) if n in self.groups)
+        self.staleness.update(self.groups[n].staleness(self._versions) for n in self._among(units))
 
     def of_trainer(self, learner: str, incarnation: int) -> Assigned:
         """The groups that a trainer has leased."""
         lease = self._leases.leases.get((learner, incarnation))
-        units = () if lease is None else tuple(n for n in numbers_of(lease.units) if n in self.groups)
+        units = () if lease is None else tuple(self._among(lease.units))
         return Assigned(units, tuple(self.groups[n] for n in units), "", self._versions)
 
     def given_up(self, learner: str, units: Ranges, reasons: Mapping[int, str]) -> None:
         """A trainer's lease of these groups has ended without training: they are stale, or it cannot use them."""
         self._is_waiting |= bool(reasons)
-        for number in numbers_of(units):
-            if number in self.groups:
-                is_stale = reasons[number] == STALE
-                self._settle(number, STALE if is_stale else "refused")
-                if not is_stale:
-                    self._refuse(("trainer", learner), reasons[number])
+        for number in self._among(units):
+            is_stale = reasons[number] == STALE
+            self._settle(number, STALE if is_stale else "refused")
+            if not is_stale:
+                self._refuse(("trainer", learner), reasons[number])
 
     def look(self) -> None:
-        """Leases have changed: count the groups that are merged now."""
+        """Leases of trainers have changed: count the groups that are merged now, and those that were returned and are
+        too old."""
         for number in self._merged(self._leases):
             self._settle(number, "merged")
+        self._drop_stale()
 
     def _merged(self, leases: Leases) -> list[int]:
         offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
@@ -520,9 +526,13 @@ class Groups:
             del digests[old]
 
     def published(self, versions: Sequence[int]) -> None:
-        """These are the newest versions: groups that are too old for them end as stale, unless a trainer has them."""
+        """These are the newest versions."""
         self._versions = tuple(versions)
-        leased = set(numbers_of(self._leases.leased))
+        self.look()
+
+    def _drop_stale(self) -> None:
+        """Groups that are too old, or of versions that a repair has lost, end as stale, unless a trainer has them."""
+        leased, versions = set(self._among(self._leases.leased)), self._versions
         for number, group in list(self.groups.items()):
             is_gone = any(its > now for its, now in zip(group.made.versions, versions, strict=True))
             if number not in leased and (is_gone or group.staleness(versions) > self._max_staleness):
@@ -624,8 +634,8 @@ ENDS = ("merged", STALE, "without signal", "refused")
 PACK_S, PACKS_PER_S = 0.2, 200.0
 """Between two records for groups alone, at least, and the number of packs at which it is a second longer."""
 
-MAX_PACKS = 2000
-"""That a manifest names."""
+MAX_PACKS = 1900
+"""That a manifest names, before no more prompts are leased; it has room for 100 more."""
 
 MAX_REFUSALS = 20
 """Newest refusals that are kept for people."""
