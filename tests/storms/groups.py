@@ -444,7 +444,8 @@ def check_groups(core: SyncerCore) -> None:
     require(trained | set(numbers_of(leases.returned)) == offered, "other groups are offered than have rewards")
     prompts, free = _held(groups, "rollout"), set(numbers_of(groups.returned))
     require(not prompts & free and not (prompts | free) & groups.groups.keys(), "a prompt is in two places")
-    require(max(prompts | free | groups.groups.keys(), default=-1) < groups.frontier, "a prompt is beyond all")
+    num = len(prompts | free) + totals["acknowledged"]
+    require(num == groups.frontier, f"{num} prompts are accounted for, of {groups.frontier}")
     require(groups._unsaved.keys() <= groups.groups.keys() - offered - scoring, "what is not durable is used")
     versions = [each.version for each in core.fragments]
     for number in groups.groups.keys() - trained:
@@ -454,6 +455,17 @@ def check_groups(core: SyncerCore) -> None:
     for fragment, each in enumerate(leases.totals):
         num = each.fates.total()
         require(num == groups.counts["merged"], f"fragment {fragment}: {num} fates of {groups.counts} groups")
+
+
+def check_lease(core: SyncerCore, new: Ranges, num_before: int) -> None:
+    """These groups were leased to a trainer. `num_before`: that were leased before."""
+    groups, rules = core.groups, core.groups.rules
+    if rules is None:
+        return
+    require(groups.staleness.total() - num_before == count(new), f"{groups.staleness}: {count(new)} are new")
+    for number in numbers_of(new):
+        its = groups.groups[number].staleness([each.version for each in core.fragments])
+        require(its <= rules.max_staleness, f"group {number} is leased with a staleness of {its}")
 
 
 def _held(groups: Groups, role: str) -> set[int]:

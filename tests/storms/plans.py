@@ -283,23 +283,33 @@ _BUCKET: dict[str, Any] = {"lease_s": 6.0, "shortest_swap_s": 1.0}
 
 def _with_groups(draws: Draws, plan: Plan) -> Plan:
     """Without an older copy, which a worker would follow."""
-    asked = AHEAD_STEPS * plan.num_units
-    rules = GroupRules("storm", 9, 2, 9, 9, draws.whole("max_staleness", 0, 4), draws.whole("queue", asked, 2 * asked))
+    num_units = draws.whole("groups a step", 1, 2)
+    asked = AHEAD_STEPS * num_units
+    rules = GroupRules("storm", 9, 2, 9, 9, draws.whole("max_staleness", 0, 4), draws.whole("queue", asked, 4 * asked))
     is_inline = draws.unit("is inline") < 0.3
-    roles = ["rollout"] * draws.whole("rollouts", 1, 3) + ["reward"] * draws.whole("rewards", 1, 2)
+    num_rollouts, num_rewards = draws.whole("rollouts", 1, 3), draws.whole("rewards", 1, 2)
+    roles = ("rollout",) * num_rollouts + ("reward",) * num_rewards
     workers = tuple(
         WorkerPlan(
-            role, draws.between("worker's latency", 0.002, 0.2), draws.between("work_s", 0.05, 1.0),  # type: ignore[arg-type]
-            draws.whole("at_once", 2, 6), draws.between("worker starts", 0.0, 5.0), is_inline,
-        )  # fmt: skip
+            role,
+            latency_s=draws.between("worker's latency", 0.002, 0.2),
+            work_s=draws.between("work_s", 0.05, 0.5),
+            at_once=draws.whole("at_once", 2, 6),
+            starts_s=draws.between("worker starts", 0.0, 5.0),
+            is_inline=is_inline,
+        )
         for role in roles
     )
     faults = [each for each in plan.faults if each.kind != OLDER_COPY]
     for _ in range(draws.whole("worker faults", 0, 5)):
         kind, worker = draws.of("worker fault", WORKER_FAULTS), draws.whole("fault's worker", 0, len(workers) - 1)
-        at_s, seconds = draws.between("worker fault at", 0.5, FAULTS_END_S), draws.between("worker fault for", 0.1, 12.0)
+        at_s, seconds = (
+            draws.between("worker fault at", 0.5, FAULTS_END_S),
+            draws.between("worker fault for", 0.1, 12.0),
+        )
         faults.append(Fault(round(at_s, 3), kind, worker, round(seconds, 3)))
-    return replace(plan, faults=tuple(sorted(faults, key=lambda it: it.at_s)), rules=rules, workers=workers)
+    faults.sort(key=lambda it: it.at_s)
+    return replace(plan, faults=tuple(faults), num_units=num_units, rules=rules, workers=workers)
 
 
 def _with_parts(draws: Draws, plan: Plan) -> Plan:
