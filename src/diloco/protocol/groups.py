@@ -364,7 +364,7 @@ class Groups:
     def tick(self, now: float, lost_s: float) -> None:
         """End the leases of workers that were silent for so long."""
         for key, worker in list(self.workers.items()):
-            if now - worker.seen_at >= lost_s:
+            if now >= worker.seen_at + lost_s:  # to the bit, as `wake_at` has it
                 self._release(key, set(worker.holds))
                 del self.workers[key]
 
