@@ -310,7 +310,11 @@ function charts() {
   const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
   loss.xaxis.rangemode = "tozero";
   draw("loss", lines(kept.loss), loss);
-  draw("rewards", lines(kept.rewards), layout("groups scored", "mean reward", 260, { showlegend: true }));
+  const tasks = lines(kept.rewards).map((line, index) => {
+    const color = css(COLOURS[index % COLOURS.length]);
+    return { ...line, marker: { size: 5, color }, line: { color, width: 2 } };
+  });
+  draw("rewards", tasks, layout("groups scored", "mean reward", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
