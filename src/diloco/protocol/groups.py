@@ -74,7 +74,7 @@ class Work:
         digest: of the worker's settings, as `GroupRules.digest`.
         holds: prompts (of a rollout worker) or groups that it has and works on.
         wants: how many more it can take.
-        scores: of groups that it is done with.
+        scores: of groups that it is done with; of a rollout worker, the prompts that it can make no group of.
         refusals: what it could not do since its last message, as sentences, for people.
     """
 
@@ -240,10 +240,13 @@ class Groups:
         if (rules := self.rules) is None:
             return Assigned(why="no trainer has joined the run yet", versions=self._versions)
         self._check_settings(key, work.digest, rules)
-        for score in work.scores:
-            self._score(key, score, rules)
-        self._is_waiting |= bool(work.scores)
         is_rollout = work.role == "rollout"
+        for score in work.scores:
+            if is_rollout:
+                self._cannot_make(key, score)
+            else:
+                self._score(key, score, rules)
+        self._is_waiting |= bool(work.scores)
         free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
         kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
         self._release(key, worker.holds - kept)
@@ -465,6 +468,12 @@ class Groups:
             return
         self._count(key, "scored")
         self._reward(score.number, score.rewards)
+
+    def _cannot_make(self, key: Key, score: Score) -> None:
+        """A rollout worker can make no group of a prompt, which is not leased again."""
+        if score.number in self.workers[key].holds:
+            self.workers[key].holds.remove(score.number)
+            self._refuse(key, score.reason)
 
     def _reward(self, number: int, rewards: tuple[float, ...]) -> None:
         group = self.groups[number]
