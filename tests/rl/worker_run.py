@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from benchmarks.processes import until
@@ -15,6 +16,7 @@ from tests.syncer.runs import PATIENT, status_of
 import diloco
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoppedError
+from diloco.protocol.contribution import Budget
 from diloco.protocol.groups import Group, numbers_of
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.members import Deadlines
@@ -65,7 +67,7 @@ SHORT = Deadlines(
 
 
 class Letters:
-    """A task whose scores differ within most groups. Prompts with a seed in `raising` cannot be sampled."""
+    """A task whose scores differ within most groups."""
 
     def sample(self, seed: int) -> str:
         return f"say {seed % 1000}: "
@@ -74,27 +76,27 @@ class Letters:
         return float(sum(map(ord, completion)) % 3)
 
 
-class LongAndRaising(Letters):
-    """Every fourth prompt is too long, and every fourth one raises."""
+class Faulty(Letters):
+    """Of eight prompts one cannot be sampled, one is too long, and the scores of one are no numbers."""
 
     def sample(self, seed: int) -> str:
-        if seed % 4 == 0:
+        if seed % 8 == 0:
             raise ZeroDivisionError("no sample")
-        return super().sample(seed) * (9 if seed % 4 == 1 else 1)
-
-
-class NoScore(Letters):
-    """Some groups get NaN."""
+        return super().sample(seed) * (9 if seed % 8 == 1 else 1)
 
     def score(self, prompt: Mapping[str, Any], completion: str) -> float:
-        return float("nan") if prompt["seed"] % 2 else super().score(prompt, completion)
+        return float("nan") if prompt["seed"] % 8 == 2 else super().score(prompt, completion)
 
 
 class ServedRun:
-    """A run that is served, its run file, and what the syncer knows of its groups."""
+    """A run that is served, and what its syncer knows of its groups.
 
-    def __init__(self, syncer: Syncer, path: Path) -> None:
-        self.syncer, self.path = syncer, path
+    Attributes:
+        path: its run file.
+    """
+
+    def __init__(self, path: Path, status: Callable[[], dict[str, Any]]) -> None:
+        self.path, self.status = path, status
 
     def config(self, *overrides: str) -> RunConfig:
         return load_config(self.path, overrides)
@@ -104,22 +106,13 @@ class ServedRun:
         return rules_of(config, open_tokenizer(config.data.tokenizer))
 
     def groups(self) -> dict[str, Any]:
-        until(lambda: status_of(self.syncer)["groups"] is not None, "no trainer has asked for groups")
-        found: dict[str, Any] = status_of(self.syncer)["groups"]
+        until(lambda: self.status()["groups"] is not None, "no trainer has asked for groups")
+        found: dict[str, Any] = self.status()["groups"]
         return found
 
     def worker(self, role: str, name: str) -> dict[str, Any]:
         """Its line of the status; empty: it is not known."""
         return next((it for it in self.groups()["workers"] if (it["role"], it["name"]) == (role, name)), {})
-
-    def unsettled(self) -> dict[int, Group]:
-        return self.syncer.driver.ask(lambda driver: dict(driver.core.groups.groups))
-
-    def free_prompts(self) -> tuple[int, list[int]]:
-        """The first prompt that was never leased, and those before it that are free."""
-        return self.syncer.driver.ask(
-            lambda driver: (driver.core.groups.frontier, numbers_of(driver.core.groups.returned))
-        )
 
     def require_account(self) -> None:
         """Every acknowledged group is in exactly one state."""
@@ -131,18 +124,46 @@ class ServedRun:
         until(lambda: self.groups()["acknowledged"] >= num, f"{num} groups are not made")
 
 
+class ServedHere(ServedRun):
+    """By a syncer in this process."""
+
+    def __init__(self, path: Path, syncer: Syncer) -> None:
+        super().__init__(path, lambda: status_of(syncer))
+        self.syncer = syncer
+
+    def unsettled(self) -> dict[int, Group]:
+        return self.syncer.driver.ask(lambda driver: dict(driver.core.groups.groups))
+
+    def free_prompts(self) -> tuple[int, set[int]]:
+        """The first prompt that was never leased, and those before it that are free."""
+        return self.syncer.driver.ask(
+            lambda driver: (driver.core.groups.frontier, set(numbers_of(driver.core.groups.returned)))
+        )
+
+
+def write_run_file(folder: Path, address: str, change: Mapping[str, str]) -> Path:
+    """The run file with these changes of its text."""
+    text, path = RUN_FILE.format(folder=folder, address=address), folder / "run.toml"
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
 @contextmanager
-def served(tmp_path: Path, *, deadlines: Deadlines = PATIENT, **options: Any) -> Iterator[ServedRun]:
-    options = {"deadlines": deadlines, **options}
-    with Syncer(RUN, METHOD, Options("127.0.0.1:0", tmp_path / "state", **options)) as syncer:
-        path = tmp_path / "run.toml"
-        path.write_text(RUN_FILE.format(folder=tmp_path, address=syncer.address))
-        yield ServedRun(syncer, path)
+def served(
+    tmp_path: Path, change: Mapping[str, str] = MappingProxyType({}), *, steps: int = 12,
+    deadlines: Deadlines = PATIENT, keys: Path | None = None,
+) -> Iterator[ServedHere]:  # fmt: skip
+    options = Options("127.0.0.1:0", tmp_path / "state", deadlines=deadlines, keys=keys, budget=Budget(steps=steps))
+    with Syncer(RUN, METHOD, options) as syncer:
+        yield ServedHere(write_run_file(tmp_path, syncer.address, change), syncer)
 
 
 class Trainer:
     """A learner that leases groups, and steps without looking at them; a context manager, whose thread trains while it
-    is open. At its end it ends the run.
+    is open; until the run's budget of steps is spent, unless the test fails.
 
     Arguments:
         trains: False: it asks for more groups than there are, and so gets none.
@@ -157,15 +178,14 @@ class Trainer:
         self._model = build_model(config.model, rules.vocab_size, rules.max_prompt_tokens + rules.max_tokens, 0)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._learner = diloco.Learner(self._model, self._optimizer, exchange=exchange)
-        self._num = GROUPS_PER_STEP if trains else 4096
+        self._trains, self._num = trains, GROUPS_PER_STEP if trains else 4096
         self._units = self._learner.lease(data_of(rules), num_ahead=self._num)
-        self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._train, daemon=True)
         self.steps = 0
 
     def _train(self) -> None:
         with suppress(StoppedError):  # it waits for groups
-            while not self._is_ending.is_set() and self._units.draw(self._num):
+            while not self._learner.done and self._units.draw(self._num):
                 self._units.take()
                 self._step()
 
@@ -177,15 +197,14 @@ class Trainer:
         self._learner.step(tokens=10)
         self.steps += 1
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_ending.set()
-        if error[0] is not None or self._num > GROUPS_PER_STEP:
+        if error[0] is not None or not self._trains:
             self._learner.interrupt(0.0)
         self._thread.join()
-        if error[0] is None:
-            self._learner.finish(ends_run=True)
+        if self._learner.done:
+            self._learner.finish()
         self._learner.close()

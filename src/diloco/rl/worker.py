@@ -261,7 +261,8 @@ class WorkClient:
                     self._wait_for_answer(num_answers)
                     continue
                 except (PayloadError, ExchangeError) as error:
-                    log.warning("%s drops a group: %s", self.name, error)
+                    if not self.closing.is_set():
+                        log.warning("%s drops a group: %s", self.name, error)
                 with self._changed:
                     self._leases.pop(group.number, None)
                     self._sending.discard(group.number)
