@@ -35,8 +35,8 @@ from diloco.training.spec import StopRequest
 
 Run = Callable[..., Worked]
 
-AHEAD = {"queue = 16": "queue = 100_000"}
-"""Change of the run file: rollouts are never held back."""
+AHEAD = {"queue = 16": "queue = 200"}
+"""Change of the run file: rollouts are held back late."""
 
 
 class Workers(ThreadPoolExecutor):

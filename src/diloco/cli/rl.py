@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,16 +13,12 @@ import typer
 from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
-from diloco.config import RunConfig, load_config
+from diloco.config import load_config
 from diloco.errors import ConfigError, StoreError, UnreachableError, translated
 from diloco.escaping import log_plainly
 
 if TYPE_CHECKING:
     from diloco.demo.processes import DemoProcesses
-    from diloco.rl.worker import Worked
-    from diloco.training.spec import StopRequest
-
-    Run = Callable[[RunConfig, str, StopRequest, Callable[[str], None]], Worked]
 
 POLL_S, SAY_S = 0.2, 5.0
 """Of `--local`: between two looks at the processes, and between two lines."""
@@ -63,7 +60,8 @@ def rollout(
     """Generate groups of completions with the newest version of the run, until it ends."""
     from diloco.rl.rollout import run_rollout
 
-    _work(run_file, name or "rollout-0", with_keys(overrides, keys), as_json, run_rollout)
+    say = _sayer(as_json)
+    _work("rollout-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_rollout, say=say))
 
 
 @app.command()
@@ -73,7 +71,8 @@ def reward(
     """Score groups, until the run ends."""
     from diloco.rl.reward import run_reward
 
-    _work(run_file, name or "reward-0", with_keys(overrides, keys), as_json, run_reward)
+    say = _sayer(as_json)
+    _work("reward-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_reward, say=say))
 
 
 @app.command()
@@ -82,18 +81,23 @@ def trainer(
 ) -> None:  # fmt: skip
     """Train on scored groups as a learner of the run; the first one gives the run its model."""
     from diloco.rl.trainer import run_trainer
+    from diloco.training.progress import make_progress
 
-    _work(run_file, name or "trainer-0", with_keys(overrides, keys), as_json, run_trainer)
+    progress = make_progress(sys.stderr if as_json else sys.stdout, SAY_S)
+    _work("trainer-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_trainer, progress=progress))
 
 
-def _work(run_file: Path, name: str, overrides: list[str], as_json: bool, run: Callable[..., Any]) -> None:
-    """Run a role in this process."""
+def _work(
+    default: str, name: str | None, run_file: Path, overrides: list[str], as_json: bool, run: Callable[..., Any]
+) -> None:  # fmt: skip
+    """Run a role in this process, under the name `default` or `name`."""
     from diloco.training.spec import StopRequest
 
     log_plainly()
+    name = name or default
     config, stop = load_config(run_file, overrides, learner=name), StopRequest()
-    with ending_by_signals(stop.set, "giving back what is leased"):
-        result = run(config, name, stop=stop, say=_sayer(as_json))
+    with ending_by_signals(stop.set, "what is leased is given back"):
+        result = run(config, name, stop=stop)
     print_result(as_json, asdict(result), f"{name}: {result.reason}")
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
 from diloco.config import RunConfig
-from diloco.errors import ConfigError, MissingObjectError, PayloadError
+from diloco.errors import ConfigError, MissingObjectError, PayloadError, StoppedError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import CompletionGroup, hash_of
 from diloco.following.sources import LANES
@@ -26,8 +27,8 @@ from diloco.rl.tokenizer import Tokenizer, open_tokenizer
 from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer, task_settings
 from diloco.training.spec import StopRequest
 
-AHEAD = 16
-"""Groups that are leased and read ahead."""
+AHEAD_S, FEWEST, MOST = 2.0, 2, 64
+"""Groups are leased and read ahead for so many seconds of scoring, within these limits: others may be faster."""
 
 
 def run_reward(
@@ -47,23 +48,23 @@ def run_reward(
     with ExitStack() as opened:
         scorer = opened.enter_context(make_scorer(config))
         readers = opened.enter_context(ThreadPoolExecutor(LANES, thread_name_prefix="diloco-reads"))
-        client = opened.enter_context(WorkClient(config, "reward", name, rules.digest, AHEAD))
+        client = opened.enter_context(WorkClient(config, "reward", name, rules.digest, FEWEST))
         stop.interrupt_with(lambda _: client.close())
         rewarder = Rewarder(Tasks(task_settings(config)), tokenizer, rules, scorer)
-        pending = deque[tuple[int, Future[CompletionGroup]]]()
-        while not client.closing.is_set():
-            for place in client.take(AHEAD - len(pending), 0.0 if pending else IDLE_S):
-                pending.append((place.number, readers.submit(read_group, client, place, rules)))
-            if pending:
-                number, group = pending.popleft()
-                score = rewarder.score(number, group)
-                client.score(score)
-                tally.refused += bool(score.reason)
-                if not score.reason:
-                    tally.add(score.rewards)
-                tally.say("")
-            elif not client.closing.is_set() and Manifest.from_bytes(client.manifest(), config.run.name).is_over:
-                return tally.worked(is_over=True)
+        pending, mean_s = deque[tuple[int, Future[CompletionGroup]]](), AHEAD_S / FEWEST
+        with suppress(StoppedError):
+            while not client.closing.is_set():
+                for place in client.take(MOST, 0.0 if pending else IDLE_S):
+                    pending.append((place.number, readers.submit(read_group, client, place, rules)))
+                if pending:
+                    began_at = time.monotonic()
+                    score = rewarder.score(*pending.popleft())
+                    client.score(score)
+                    mean_s += (time.monotonic() - began_at - mean_s) / 10  # over the last ones
+                    client.num_ahead = max(FEWEST, min(MOST, int(AHEAD_S / mean_s)))
+                    tally.add(score)
+                elif Manifest.from_bytes(client.manifest(), config.run.name).is_over:
+                    return tally.worked(is_over=True)
         client.take(0)  # raises what has ended it
     return tally.worked(is_over=False)
 

@@ -150,7 +150,6 @@ class Rollout:
             except (EngineError, NonFiniteError, StoreError) as error:
                 log.warning("prompts %s are tried again: %s", [prompt.number for prompt in prompts], error)
                 self._client.closing.wait(ENGINE_PAUSE_S)
-        self.tally.say(f", {self._loaded}")
 
     def _sampled(self, number: int) -> _Prompt | None:
         """The prompt with this number; None: it cannot be used, which is reported."""
@@ -166,8 +165,9 @@ class Rollout:
         return _Prompt(number, task, values, tokens)
 
     def _cannot(self, number: int, reason: str) -> None:
-        self.tally.refused += 1
-        self._client.score(Score(number, reason=reason))
+        score = Score(number, reason=reason)
+        self.tally.add(score)
+        self._client.score(score)
 
     def _load(self, model: FollowedModel) -> None:
         if model is not self._loaded:
@@ -210,7 +210,7 @@ class Rollout:
             torch.tensor([len(each.tokens) for each in completions], dtype=torch.int32),
             torch.tensor([each.ended for each in completions]), torch.cat([each.logprobs for each in completions]),
         )  # fmt: skip
-        self.tally.add(rewards)
+        self.tally.add(Score(prompt.number, tuple(rewards)), f", {model}")
         self._client.send(message_of(pb.GroupRequest, group, rewards=rewards, data=group.to_bytes()))
 
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ ANSWER_S = 3.0
 UPLOAD_S = 60.0
 """For the answer to a group."""
 
-UPLOADS = 8
-"""Groups sent at a time."""
+UPLOADS, SENDING = 12, 24
+"""Groups on their way at a time, and with those that wait for that."""
 
 AWAY = (UnreachableError, StoreError)
 """Errors of a syncer that may answer the same call later."""
@@ -110,23 +110,23 @@ class Tally:
         self._sum, self._began_at = 0.0, time.monotonic()
         self._said_at = self._began_at
 
-    def add(self, rewards: Sequence[float]) -> None:
-        """A group is done."""
-        self.groups += 1
-        self._num_rewards += len(rewards)
-        self._sum += sum(rewards)
-
-    @property
-    def _mean(self) -> float | None:
-        return self._sum / self._num_rewards if self._num_rewards else None
-
-    def say(self, note: str) -> None:
-        """Print a line, if it is time for one."""
+    def add(self, score: Score, note: str = "") -> None:
+        """A group is done, or cannot be. Say the counts, and `note`, if it is time for it."""
+        if score.reason:
+            self.refused += 1
+        else:
+            self.groups += 1
+        self._num_rewards += len(score.rewards)
+        self._sum += sum(score.rewards)
         if time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()
             refused = f", {self.refused:,} refused" if self.refused else ""
             reward = "" if self._mean is None else f", mean reward {self._mean:.3f}"
             self._say(f"{self._name}: {self.groups:,} groups{refused}{reward}{note}")
+
+    @property
+    def _mean(self) -> float | None:
+        return self._sum / self._num_rewards if self._num_rewards else None
 
     def worked(self, *, is_over: bool) -> Worked:
         """The result."""
@@ -156,7 +156,7 @@ class WorkClient:
         self.name, self.closing = name, threading.Event()
         syncer = config.syncer
         self._source = SyncerSource(syncer.address, config.run.name, keys=syncer.keys, insecure=syncer.insecure)
-        self._run, self._role, self._digest, self._num_ahead = config.run.name, role, digest, num_ahead
+        self._run, self._role, self._digest, self.num_ahead = config.run.name, role, digest, num_ahead
         self._heartbeat_s = min(HEARTBEAT_S, syncer.lost_floor_s / 3)
         self._process, self._order = secrets.randbits(64), 0
         self._changed = threading.Condition()
@@ -214,10 +214,10 @@ class WorkClient:
             self._changed.notify_all()
 
     def send(self, group: pb.GroupRequest) -> None:
-        """Send a group; waits while `num_ahead` others are being sent."""
+        """Send a group; waits while `SENDING` others are being sent."""
         group.run, group.learner, group.process = self._run, self.name, self._process
         with self._changed:
-            self._changed.wait_for(lambda: len(self._sending) < self._num_ahead or self.closing.is_set())
+            self._changed.wait_for(lambda: len(self._sending) < SENDING or self.closing.is_set())
             if self.closing.is_set():
                 return
             self._sending.add(group.number)
@@ -308,11 +308,11 @@ class WorkClient:
 
     @property
     def _num_wanted(self) -> int:
-        return max(0, self._num_ahead - len(self._leases.keys() - self._sending))
+        return max(0, self.num_ahead - len(self._leases.keys() - self._sending))
 
     @property
     def _is_due(self) -> bool:
-        return bool(self._scores) or (not self._is_short and 0 < self._num_ahead <= 2 * self._num_wanted)
+        return bool(self._scores) or (not self._is_short and 0 < self.num_ahead <= 2 * self._num_wanted)
 
     def _work(self, *, is_last: bool = False) -> None:
         """Send a message, and apply the answer. `is_last`: give everything back."""
