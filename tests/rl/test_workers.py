@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
@@ -18,7 +20,9 @@ from tests.processes import ForkedSyncer, start_module
 from tests.rl.worker_run import RUN, SHORT, ServedHere, ServedRun, Trainer, served, write_run_file
 from tests.syncer.test_doors import DAY
 
+from diloco.cli import main
 from diloco.config import RunConfig
+from diloco.demo.plan import free_port
 from diloco.errors import AuthError, ConfigError, StaleIncarnationError
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -288,3 +292,31 @@ def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path, changed: dict[
             until(lambda: run.groups()["refused"] == 1, "it is scored")
         assert reason in run.groups()["refusals"][0][1]
         run.require_account()
+
+
+def test_all_roles_on_one_machine(tmp_path: Path) -> None:
+    change = {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4", "[syncer]": "[train]\nthreads = 1\n[syncer]"}
+    path = write_run_file(tmp_path, f"127.0.0.1:{free_port()}", change)
+    command = [sys.executable, "-m", "diloco", "rl", "--local", str(path), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    groups = json.loads(ended.stdout)["groups"]
+    assert groups["merged"] == 4 * 4
+    assert {(it["role"], it["name"]) for it in groups["workers"]} == {("rollout", "rollout-0"), ("reward", "reward-0")}
+    assert {it.stem for it in (tmp_path / "run" / "logs").glob("*.log")} == {
+        "syncer", "trainer-0", "rollout-0", "reward-0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "give either a role"),
+        (["--local", "run.toml", "rollout", "run.toml"], "give either a role"),
+        (["--json", "rollout", "run.toml"], "belong behind the role"),
+    ],
+)
+def test_wrong_use_of_the_command(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["rl", *arguments])
+    assert reason in capsys.readouterr().err
