@@ -18,6 +18,7 @@ from diloco.errors import StoreError, translated
 from diloco.escaping import printable, shortened
 from diloco.planning.units import SIZE
 from diloco.protocol.contribution import UNMERGED
+from diloco.protocol.groups import ENDS
 from diloco.protocol.units import numbers
 from diloco.report.drawing import short
 from diloco.run.status import state_of
@@ -169,7 +170,7 @@ def _participation(status: dict[str, Any]) -> str:
 
 def _groups(groups: dict[str, Any]) -> list[RenderableType]:
     """Groups of reinforcement learning, and who generates and scores them."""
-    states = {"waiting": groups["waiting"], "leased": groups["leased"], **groups["ended"]}
+    states = {"waiting": groups["waiting"], "leased": groups["leased"], **{end: groups[end] for end in ENDS}}
     found = " + ".join(f"{num:,} {state}" for state, num in states.items() if num)
     rewards = ", ".join(f"{task} {mean:.3f}" for task, mean in groups["rewards"].items())
     stale = ", ".join(f"{versions}: {num:,}" for versions, num in groups["staleness"].items())

@@ -567,11 +567,8 @@ class Groups:
         """Plain values for `diloco status`; None: no trainer has joined."""
         if (rules := self.rules) is None:
             return None
-        totals = self.totals()
         return {
-            **{each: totals[each] for each in ("acknowledged", "waiting", "leased")},
-            "ended": {end: totals[end] for end in ENDS},
-            "prompts": self._num_leased("rollout"), "queue": rules.queue, "max_staleness": rules.max_staleness,
+            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue, "max_staleness": rules.max_staleness,
             "staleness": {str(versions): num for versions, num in sorted(self.staleness.items())},
             "rewards": {name: task.mean for name, task in self.tasks.items()},
             "scored": {name: task.num for name, task in self.tasks.items()},

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco import events
 from diloco.event_log import EventLog
+from diloco.protocol.groups import ENDS
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.units import Ranges, numbers
 from diloco.run.status import state_of
@@ -91,7 +92,7 @@ class ProgressLog:
         return events.Progress(
             step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"]),
             run_id=status["run_id"], num_experts=experts["number"], untrained=experts["untrained"],
-            groups=None if status["groups"] is None else events.GroupsProgress(**status["groups"]),
+            groups=None if status["groups"] is None else _groups(status["groups"]),
         )  # fmt: skip
 
     def write(self) -> None:
@@ -135,6 +136,11 @@ def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgres
         silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
         experts=it["experts"] or (),
     )  # fmt: skip
+
+
+def _groups(status: Mapping[str, Any]) -> events.GroupsProgress:
+    others = {key: value for key, value in status.items() if key not in ENDS}
+    return events.GroupsProgress(ended={end: status[end] for end in ENDS}, **others)
 
 
 def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
