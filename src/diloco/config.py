@@ -279,6 +279,7 @@ class TrackTable(Table):
 class RlTable(Table):
     """Reinforcement learning: groups of completions, and the loss of the trainers."""
 
+    tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
     group_size: int = Field(default=8, ge=2, le=1024)  # completions of a prompt
     groups_per_step: int = Field(default=32, ge=1, le=4096)  # of one trainer
     max_prompt_tokens: int = Field(default=64, ge=1)
@@ -312,12 +313,13 @@ class RlTable(Table):
 class TaskTable(Table):
     """A task: where prompts come from, and how completions are scored."""
 
-    source: str  # reasoning-gym:NAME, or package.module:object with sample(seed) and score(prompt, completion)
+    # reasoning-gym:NAME, verifiers:NAME, or package.module:object with sample(seed) and score(prompt, completion)
+    source: str
     template: str = "{question}"  # of reasoning-gym: the prompt, from the question and its metadata
     exact: bool = True  # of reasoning-gym: 1 for the answer, 0 for all else; false: its partial scores
-    settings: dict[str, Any] = Field(default_factory=dict)  # of reasoning-gym
+    settings: dict[str, Any] = Field(default_factory=dict)  # of the task of reasoning-gym, or the taskset of verifiers
     held_out: float = Field(default=0.0, ge=0, lt=1)  # fraction of the prompts that is never trained on
-    reward_model: str | None = None  # a sequence classifier, in place of the task's own score
+    reward_model: str | None = None  # a sequence classifier, whose logit is the score
 
 
 class EngineTable(Table):

@@ -9,7 +9,8 @@ errors propagate.
     ├── LayoutError            two parties hold different models
     ├── PayloadError           malformed or unusable bytes or numbers
     │   ├── NonFiniteError     inf or NaN instead of finite numbers
-    │   └── CorruptPayloadError  truncated, oversized or damaged bytes
+    │   ├── CorruptPayloadError  truncated, oversized or damaged bytes
+    │   └── ScoringError       a task gave no score for a completion
     ├── VersionError           a contribution or update does not fit the version held
     │   └── DigestError        the same version with different bits
     ├── RunError               the state of the run does not allow the request
@@ -23,6 +24,7 @@ errors propagate.
     │   └── RestartedError     the syncer restarted; it may have lost acknowledged contributions
     ├── AuthError              missing, invalid or insufficient certificate
     ├── ExchangeError          the peer failed, or did not answer in time
+    │   ├── EngineError        the server of an engine failed
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
     │       └── StandbyError   this syncer does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
@@ -70,6 +72,10 @@ class LayoutError(DilocoError):
 
 class PayloadError(DilocoError):
     """Malformed or unusable bytes or numbers."""
+
+
+class ScoringError(PayloadError):
+    """A task gave no score for a completion."""
 
 
 class NonFiniteError(PayloadError):
@@ -134,6 +140,10 @@ class AuthError(DilocoError):
 
 class ExchangeError(DilocoError):
     """The peer failed, or did not answer in time."""
+
+
+class EngineError(ExchangeError):
+    """The server of an engine failed, did not answer in time, or gave an answer that cannot be used."""
 
 
 class UnreachableError(ExchangeError):

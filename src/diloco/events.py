@@ -240,6 +240,40 @@ class LearnerProgress(BaseModel):
     experts: tuple[tuple[int, int], ...] = ()  # of a mixture, those that it trains, as (first, stop) of each range
 
 
+class WorkerProgress(BaseModel):
+    """A worker of reinforcement learning at one time; its numbers are since the syncer started."""
+
+    model_config = Event.model_config
+
+    role: str  # "rollout", "reward" or "trainer"
+    name: str
+    live: bool
+    generated: int  # groups
+    scored: int
+    refused: int  # of its groups, scores and prompts
+    holds: int  # prompts or groups
+    versions: tuple[int, ...] = ()  # that its newest group was made with
+
+
+class GroupsProgress(BaseModel):
+    """Groups of reinforcement learning at one time: acknowledged = waiting + leased + those that have ended."""
+
+    model_config = Event.model_config
+
+    acknowledged: int
+    waiting: int
+    leased: int
+    ended: dict[str, int]  # by their end: "merged", "stale", "without signal", "refused"
+    prompts: int  # that rollout workers have
+    queue: int  # groups that are generated ahead, at most
+    max_staleness: int
+    staleness: dict[str, int]  # groups by their staleness when a trainer leased them
+    rewards: dict[str, float]  # by task, mean of the newest groups
+    scored: dict[str, int]  # by task, groups
+    workers: tuple[WorkerProgress, ...]
+    refusals: tuple[tuple[str, str], ...]  # the newest ones: worker, sentence
+
+
 class Progress(Event, kind="progress"):
     """The state of the run, every ten seconds during activity."""
 
@@ -250,6 +284,7 @@ class Progress(Event, kind="progress"):
     run_id: str = ""  # drawn at the initialisation of the run
     num_experts: int = 0  # of the mixture that the model is; 0: it is none
     untrained: tuple[tuple[int, int], ...] = ()  # experts that no live learner trains, as (first, stop) of each range
+    groups: GroupsProgress | None = None  # of reinforcement learning
 
 
 class Reported(Event, kind="reported"):

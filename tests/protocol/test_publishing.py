@@ -14,6 +14,7 @@ from tests.chaos.versions import BrokenInvariantError
 from tests.run.simulated import Place
 
 from diloco.errors import DamagedObjectError, DilocoError, StoreError, SwapRefusedError, UnknownRunError
+from diloco.protocol.groups import MAX_PACKS
 from diloco.protocol.manifest import FORMAT, MOST_BYTES, MOST_FRAGMENTS, Manifest, NamedVersion, epoch_of
 from diloco.protocol.publishing import (
     RETRY_S,
@@ -767,7 +768,10 @@ def test_the_same_bytes_never_come_twice() -> None:
 def test_a_manifest_of_the_most_fragments_fits_and_of_more_is_refused() -> None:
     name = f"{10**7 - 1}/{10**12 - 1}-{'f' * 64}"
     versions = tuple(NamedVersion(10**9 + number, name, name) for number in (1, 0))
-    full = Manifest("r" * 64, "0" * 32, 10**7, 2**62, 10**18 - 1, "a" * 250, name, name, (versions,) * MOST_FRAGMENTS)
+    packs = tuple((10**9 + number, name) for number in range(MAX_PACKS + 100))
+    full = Manifest(
+        "r" * 64, "0" * 32, 10**7, 2**62, 10**18 - 1, "a" * 250, name, name, (versions,) * MOST_FRAGMENTS, packs=packs
+    )  # fmt: skip
     assert MOST_BYTES * 0.8 < len(full.to_bytes()) <= MOST_BYTES
     assert Manifest.from_bytes(full.to_bytes(), "here") == full
     with pytest.raises(
@@ -801,3 +805,19 @@ def test_a_manifest_of_a_later_format_is_refused(monkeypatch: pytest.MonkeyPatch
         data = Manifest("run").to_bytes()
     with pytest.raises(StoreError, match=f"^here has format {FORMAT + 1} and this .* up to {FORMAT}; upgrade diloco"):
         Manifest.from_bytes(data, "here")
+
+
+def test_a_manifest_names_the_packs_and_versions_that_groups_need() -> None:
+    names = [f"1/{number}-{'f' * 64}" for number in range(9)]
+    first = tuple((NamedVersion(0, name),) for name in names[:2])
+    manifest = Manifest("run", "0" * 32, 1, 1, 1, "", names[2], names[3], first, packs=((1, names[4]),))
+    after = Change(None, {0: NamedVersion(1, names[5])}, names[3], packs={2: names[6]}, live=[1, 2], keep=3)
+    manifest = after.applied_to(manifest)
+    assert (manifest.packs, manifest.keep) == (((1, names[4]), (2, names[6])), 3)
+    manifest = Change(None, {0: NamedVersion(2, names[7])}, names[3], packs={2: names[8]}, live=[2]).applied_to(
+        manifest
+    )
+    assert manifest.packs == ((2, names[8]),)  # by number, after a repair has begun again
+    assert [len(each) for each in manifest.fragments] == [2, 1]  # no more than are kept now
+    assert Manifest.from_bytes(manifest.to_bytes(), "here") == manifest
+    assert names[8] in manifest.names

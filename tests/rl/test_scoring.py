@@ -14,9 +14,10 @@ import pytest
 from benchmarks.processes import until
 from tests.rl.test_tasks import classifier
 
-from diloco.errors import ConfigError
-from diloco.rl.scoring import Scorer, ScoringError
-from diloco.rl.tasks import Task, TaskSettings
+from diloco.config import TaskTable
+from diloco.errors import ConfigError, ScoringError
+from diloco.rl.scoring import Scorer
+from diloco.rl.tasks import Task
 
 TRIALS = r"""
 import ctypes, fractions, os, re, signal, sys
@@ -67,7 +68,7 @@ PROMPT = {"prompt": "prompt", "seed": 0}
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TaskSettings]]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TaskTable]]:
     """The task of the trials, in a module that only `sys.path` leads to."""
     folder = tmp_path_factory.mktemp("trials")
     (folder / "trials.py").write_text(TRIALS)
@@ -75,11 +76,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tas
         patch.syspath_prepend(str(folder))
         patch.setenv("TRIALS_NOTES", str(folder / "notes"))
         patch.setenv("DILOCO_KEYS", "diloco1.secret")
-        yield {"trials": TaskSettings("trials")}
+        yield {"trials": TaskTable(source="trials")}
 
 
 @pytest.fixture(scope="module")
-def scorer(settings: dict[str, TaskSettings]) -> Iterator[Scorer]:
+def scorer(settings: dict[str, TaskTable]) -> Iterator[Scorer]:
     with Scorer(settings, timeout_s=120.0) as scorer:
         yield scorer
 
@@ -103,7 +104,10 @@ def has_ended(pid: int) -> bool:
 def test_scores_are_those_of_the_task(scorer: Scorer) -> None:
     assert scorer.score("trials", PROMPT, ["good", "true", "fraction", "numpy"]) == [1.5, 1.0, 0.25, 0.5]
     assert scorer.score("trials", PROMPT, []) == []
-    settings = {"sums": TaskSettings("reasoning-gym:chain_sum"), "words": TaskSettings("reasoning-gym:spell_backward")}
+    settings = {
+        "sums": TaskTable(source="reasoning-gym:chain_sum"),
+        "words": TaskTable(source="reasoning-gym:spell_backward"),
+    }
     with Scorer(settings, timeout_s=120.0) as gym:
         for name, each in settings.items():
             prompt = Task(name, each).prompt(3)
@@ -140,7 +144,7 @@ def test_what_is_no_score_is_one_sentence_and_the_next_call_works(scorer: Scorer
 
 @pytest.mark.parametrize("does", ["loops", "backtracks", "waits", "forks and hangs"])
 def test_a_task_that_hangs_is_killed_with_the_processes_that_it_started(
-    settings: dict[str, TaskSettings], does: str
+    settings: dict[str, TaskTable], does: str
 ) -> None:
     with Scorer(settings, timeout_s=3.0) as scorer:
         with pytest.raises(ScoringError, match=r'task "trials" took more than 3 s; correct it or raise the limit'):
@@ -160,9 +164,9 @@ def test_without_a_reward_model_the_child_has_no_torch_and_never_the_keys(scorer
     assert scorer.score("trials", PROMPT, ["has torch", "has keys"]) == [0.0, 0.0]
 
 
-def test_a_reward_model_scores_in_the_child(settings: dict[str, TaskSettings], tmp_path: Path) -> None:
+def test_a_reward_model_scores_in_the_child(settings: dict[str, TaskTable], tmp_path: Path) -> None:
     classifier(tmp_path)
-    rewarded = TaskSettings("trials", reward_model=str(tmp_path))
+    rewarded = TaskTable(source="trials", reward_model=str(tmp_path))
     task = Task("trials", rewarded)
     task.load()
     with Scorer({"trials": rewarded}, timeout_s=120.0) as scorer:
@@ -172,11 +176,11 @@ def test_a_reward_model_scores_in_the_child(settings: dict[str, TaskSettings], t
 
 
 @pytest.mark.parametrize("does", ["backtracks", "forks and hangs"])
-def test_no_process_outlives_the_one_that_scores(settings: dict[str, TaskSettings], does: str) -> None:
+def test_no_process_outlives_the_one_that_scores(settings: dict[str, TaskTable], does: str) -> None:
     parent = f"""
 from diloco.rl.scoring import Scorer
-from diloco.rl.tasks import TaskSettings
-scorer = Scorer({{"trials": TaskSettings("trials")}}, timeout_s=3600.0)
+from diloco.config import TaskTable
+scorer = Scorer({{"trials": TaskTable(source="trials")}}, timeout_s=3600.0)
 scorer.score("trials", {PROMPT}, ["good"])
 print("scored", flush=True)
 scorer.score("trials", {PROMPT}, [{does!r}])
@@ -197,7 +201,7 @@ scorer.score("trials", {PROMPT}, [{does!r}])
     until(lambda: all(map(has_ended, started)), "all processes of the child end")
 
 
-def test_close_ends_the_child_and_the_next_call_starts_another(settings: dict[str, TaskSettings]) -> None:
+def test_close_ends_the_child_and_the_next_call_starts_another(settings: dict[str, TaskTable]) -> None:
     before = {each.pid for each in psutil.Process().children(recursive=True)}
     with Scorer(settings, timeout_s=120.0) as scorer:
         started = {each.pid for each in psutil.Process().children(recursive=True)} - before
@@ -210,7 +214,7 @@ def test_close_ends_the_child_and_the_next_call_starts_another(settings: dict[st
 def test_tasks_that_cannot_be_loaded_and_wrong_limits_are_one_sentence(scorer: Scorer) -> None:
     with (
         pytest.raises(ConfigError, match=r'^task\.x\.source = "absent_module" cannot be loaded'),
-        Scorer({"x": TaskSettings("absent_module")}),
+        Scorer({"x": TaskTable(source="absent_module")}),
     ):
         pass
     with pytest.raises(ConfigError, match='there is no task "trial"; did you mean "trials"'):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.config import TaskTable
 from diloco.errors import ConfigError
-from diloco.rl.tasks import Task, Tasks, TaskSettings
+from diloco.rl.tasks import Task, Tasks
 from diloco.training.data.reading import byte_tokenizer
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -45,8 +46,8 @@ number = 3
 """
 
 
-def sums(**changed: Any) -> TaskSettings:
-    return TaskSettings("reasoning-gym:chain_sum", settings=SUMS, **changed)
+def sums(**changed: Any) -> TaskTable:
+    return TaskTable(source="reasoning-gym:chain_sum", settings=SUMS, **changed)
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Task
     (tmp_path / "own_task.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_task", raising=False)
-    return lambda source: Task("own", TaskSettings(source))
+    return lambda source: Task("own", TaskTable(source=source))
 
 
 def test_a_prompt_of_reasoning_gym_is_a_function_of_its_number_and_its_answer_scores_1() -> None:
@@ -73,16 +74,16 @@ def test_a_prompt_of_reasoning_gym_is_a_function_of_its_number_and_its_answer_sc
 
 def test_partial_scores_are_those_of_the_library() -> None:
     words = {"min_word_len": 4, "max_word_len": 4}
-    task = Task("words", TaskSettings("reasoning-gym:spell_backward", settings=words, exact=False))
+    task = Task("words", TaskTable(source="reasoning-gym:spell_backward", settings=words, exact=False))
     prompt = task.prompt(0)
     assert task.score(prompt, prompt["answer"]) == 1.0
     assert task.score(prompt, prompt["answer"][:2] + "??") == 0.5
-    several = Task("graph", TaskSettings("reasoning-gym:graph_color", exact=False))
+    several = Task("graph", TaskTable(source="reasoning-gym:graph_color", exact=False))
     assert several.score(several.prompt(0), "{}") < 1
 
 
 def test_a_task_of_the_library_whose_index_is_bounded_has_prompts_for_every_seed() -> None:
-    task = Task("symbolic", TaskSettings("reasoning-gym:gsm_symbolic"))
+    task = Task("symbolic", TaskTable(source="reasoning-gym:gsm_symbolic"))
     prompts = [task.prompt(number) for number in range(10)]
     assert len({prompt["prompt"] for prompt in prompts}) > 5
     assert prompts == [task.prompt(number) for number in range(10)]
@@ -110,9 +111,7 @@ def test_an_empty_part_is_an_error(own: Callable[[str], Task]) -> None:
     with pytest.raises(ConfigError, match=r"task\.sums has no held-out prompts; set task\.sums\.held_out"):
         Task("sums", sums()).prompt(0, held_out=True)
     with pytest.raises(ConfigError, match=r"held_out = 1e-09: none of 10000 sampled prompts is held out"):
-        Task("own", TaskSettings("own_task", held_out=1e-9)).prompt(0, held_out=True)
-    with pytest.raises(ConfigError, match=r"task\.sums\.held_out = 1 must be"):
-        Task("sums", sums(held_out=1))
+        Task("own", TaskTable(source="own_task", held_out=1e-9)).prompt(0, held_out=True)
 
 
 def test_a_task_of_ones_own_is_a_module_an_object_or_a_class(own: Callable[[str], Task]) -> None:
@@ -157,32 +156,38 @@ def test_a_sample_that_is_no_prompt_is_one_sentence(own: Callable[[str], Task], 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (TaskSettings("reasoning-gym:chain_sums"), 'task.x.source: .* no task "chain_sums"; did you mean "chain_sum"'),
         (
-            TaskSettings("reasoning-gym:chain_sum", settings={"min_term": 2}),
+            TaskTable(source="reasoning-gym:chain_sums"),
+            'task.x.source: .* no task "chain_sums"; did you mean "chain_sum"',
+        ),
+        (
+            TaskTable(source="reasoning-gym:chain_sum", settings={"min_term": 2}),
             'unknown key "task.x.settings.min_term"; did you mean "min_terms"',
         ),
-        (TaskSettings("reasoning-gym:chain_sum", settings={"seed": 2}), 'unknown key "task.x.settings.seed"'),
-        (TaskSettings("reasoning-gym:chain_sum", settings={"min_terms": 9}), "task.x.settings do not suit chain_sum"),
+        (TaskTable(source="reasoning-gym:chain_sum", settings={"seed": 2}), 'unknown key "task.x.settings.seed"'),
         (
-            TaskSettings("reasoning-gym:rubiks_cube"),
+            TaskTable(source="reasoning-gym:chain_sum", settings={"min_terms": 9}),
+            "task.x.settings do not suit chain_sum",
+        ),
+        (
+            TaskTable(source="reasoning-gym:rubiks_cube"),
             "task.x.exact: rubiks_cube has no single .*; set task.x.exact = false",
         ),
-        (TaskSettings("own_task", template="{question}?"), "task.x.template has no effect"),
-        (TaskSettings("own_task", settings={"a": 1}), "task.x.settings has no effect"),
-        (TaskSettings("own_task", exact=False), "task.x.exact has no effect"),
+        (TaskTable(source="own_task", template="{question}?"), "task.x.template has no effect"),
+        (TaskTable(source="own_task", settings={"a": 1}), "task.x.settings has no effect"),
+        (TaskTable(source="own_task", exact=False), "task.x.exact has no effect"),
         (
-            TaskSettings("verifiers:absent"),
+            TaskTable(source="verifiers:absent"),
             'task.x.source = "verifiers:absent" cannot be loaded .*; install verifiers and',
         ),
-        (TaskSettings("verifiers:absent", exact=False), 'exact has no effect with source = "verifiers:absent"'),
+        (TaskTable(source="verifiers:absent", exact=False), 'exact has no effect with source = "verifiers:absent"'),
         (
-            TaskSettings("reasoning-gym:chain_sum", exact=False, reward_model="m"),
+            TaskTable(source="reasoning-gym:chain_sum", exact=False, reward_model="m"),
             "task.x.exact has no effect with a rew",
         ),
     ],
 )
-def test_a_setting_that_cannot_work_is_one_sentence(settings: TaskSettings, message: str) -> None:
+def test_a_setting_that_cannot_work_is_one_sentence(settings: TaskTable, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Task("x", settings)
 
@@ -230,18 +235,18 @@ def test_an_environment_of_verifiers_scores_a_reply(tmp_path: Path, monkeypatch:
     pytest.importorskip("verifiers", reason="not among the libraries of the tests")
     (tmp_path / "own_doubles.py").write_text(ENVIRONMENT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    task = Task("own", TaskSettings("verifiers:own-doubles"))
+    task = Task("own", TaskTable(source="verifiers:own-doubles"))
     prompt = task.prompt(3)
     assert prompt["prompt"] == f"Sums.\n\ndouble {prompt['seed'] % 50}"
     assert [task.score(prompt, reply) for reply in (str(prompt["seed"] % 50 * 2), "no")] == [2.0, 0.0]
     with pytest.raises(ConfigError, match="is no finite environment with rewards, or it needs"):
-        Task("own", TaskSettings("verifiers:own-doubles", settings={"kind": "runtime"}))
+        Task("own", TaskTable(source="verifiers:own-doubles", settings={"kind": "runtime"}))
     with pytest.raises(ConfigError, match="cannot be loaded .*settings"):
-        Task("own", TaskSettings("verifiers:own-doubles", settings={"knid": "runtime"}))
+        Task("own", TaskTable(source="verifiers:own-doubles", settings={"knid": "runtime"}))
 
 
 def test_the_prompts_of_several_tasks_take_turns() -> None:
-    tasks = Tasks({"words": TaskSettings("reasoning-gym:spell_backward"), "sums": sums(held_out=0.5)})
+    tasks = Tasks({"words": TaskTable(source="reasoning-gym:spell_backward"), "sums": sums(held_out=0.5)})
     for number in range(6):
         name = ("sums", "words")[number % 2]
         assert tasks.prompt(number) == (name, tasks.tasks[name].prompt(number // 2))

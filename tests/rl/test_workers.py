@@ -77,7 +77,7 @@ def test_groups_flow_from_prompts_to_merged_versions(tmp_path: Path) -> None:
         rollout, reward = run.worker("rollout", "paris"), run.worker("reward", "rome")
         assert rollout["generated"] == groups["acknowledged"] <= made.result().groups
         assert sum(rollout["versions"]) > 0
-        assert groups["tasks"]["letters"][0] == reward["scored"] <= scored.result().groups
+        assert groups["scored"]["letters"] == reward["scored"] <= scored.result().groups
 
 
 def process_of(role: str, run: ServedRun, name: str, **options: Any) -> ForkServerProcess:

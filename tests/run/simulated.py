@@ -99,7 +99,7 @@ class SimulatedObjects(Objects):
         self.place, self._reach, self.shortest_swap_s = place, reach, shortest_swap_s
 
     def put(self, name: str, parts: Sequence[Any]) -> None:
-        [value] = parts
+        value = parts[0] if len(parts) == 1 else b"".join(parts)  # a pack of groups
         self._reach("put", lambda: self.place.put(name, value))
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -35,7 +36,7 @@ from diloco.errors import ConfigError, DamagedObjectError, NotInitialisedError, 
 from diloco.event_log import EventLog, read_events
 from diloco.events import Copied, CopyRefused
 from diloco.protocol.manifest import Manifest
-from diloco.run.objects import Objects
+from diloco.run.objects import Blob, Objects
 from diloco.store.copying import Copies, CopyPlan, CopyResult, copy, due_in_s
 from diloco.store.directory import Directory
 from diloco.store.inspection import check
@@ -427,3 +428,28 @@ def test_the_command(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (code, err.count("\n")) == (2, 1)
     assert not (tmp_path / "nothing").exists()
     assert objects_of(tmp_path / "restored")
+
+
+def test_packs_of_groups_are_copied_and_checked(tmp_path: Path) -> None:
+    data = b"groups of completions" * 100
+    make_run(tmp_path / "run")
+    with Directory(tmp_path / "run") as objects:
+        run = SmallRun(objects)
+        run.claim()
+        name = run.put(Blob(hashlib.sha256(data).hexdigest(), (data[:50], data[50:])))
+        run.swap(replace(run.manifest.with_packs({4: name}, {4}, keep=5), boot=0))
+        assert (run.manifest.packs, run.manifest.keep) == (((4, name),), 5)
+    with opened(str(tmp_path / "run")) as source, Directory(tmp_path / "copy") as target:
+        copy(source, target)
+        assert bytes(target.get(name)) == data
+        assert read_manifest(target).packs == ((4, name),)
+        assert check(target).notes == []
+    flip(0.5)(tmp_path / "run" / "objects" / name)
+    with opened(str(tmp_path / "run")) as source, Directory(tmp_path / "other") as target:
+        found = check(source)
+        assert found.starts
+        assert [(each.name, each.what) for each in found.notes] == [
+            (name, "is damaged: groups of completions, which end as refused")
+        ]
+        with pytest.raises(DamagedObjectError, match="groups of completions"):
+            copy(source, target)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.chaos.versions import require
 from tests.storms.accounts import Accounts
+from tests.storms.groups import check_lease
 from tests.storms.invariants import Ledger
 from tests.storms.places import StormFormat
 from torch import Tensor
@@ -22,7 +23,9 @@ from diloco.exchange.virtual.client import SessionClient
 from diloco.protocol.accounting import Key
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.members import Claim, Report
+from diloco.protocol.units import minus
 from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot
@@ -76,6 +79,14 @@ class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
         self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight, first=self.first[fragment])
         self._told(claim.learner, fetched.verdicts)
         return fetched
+
+    def lease(self, claim: Claim, ask: Ask, done: Callable[[Grant], None]) -> None:
+        groups, leases = self.core.groups, self.core.leases
+        before, num_before = leases.leased, groups.staleness.total()
+        super().lease(claim, ask, done)
+        holding = leases.leases.get((claim.learner, claim.incarnation))
+        new = minus(leases.leased, before)
+        check_lease(self.core, new if holding is None else minus(new, holding.grant.claimed), num_before)
 
     def _told(self, learner: str, verdicts: Sequence[Verdict]) -> None:
         incarnation = self.core.members[learner].incarnation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.chaos.versions import require
 from tests.storms.drivers import StormClient
+from tests.storms.groups import GroupReader
 from tests.storms.tensors import StormTensors
 from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
@@ -58,7 +59,6 @@ class Process:
         self._settled_with: tuple[int, ...] | None = None  # the versions when it was told that the run has ended
         self._must_end_with: tuple[int, ...] | None = None  # the first of them when all had taken their steps, and
         self._told_by: object = None  # the driver that said so: one that is started again may merge late work
-        self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
         of_process = number % 1000 if checkpoint is None else checkpoint["trains of"]
@@ -80,6 +80,9 @@ class Process:
             initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], on_news=self._news,
         )  # fmt: skip
         self.client.accounts = storm.accounts
+        self._reader: Reader | None = None
+        if plan.num_units:
+            self._reader = GroupReader(self, storm) if plan.rules is not None else Reader(plan.num_units)
         self.client.begin()
 
     @property
@@ -278,6 +281,12 @@ class Process:
         if grant.number == 1:
             for send in self.core.keep_units(grant.claimed):
                 self._send(send)
+        if isinstance(self._reader, GroupReader):
+            self._reader.granted(grant.claimed)
+        self.has_groups()
+
+    def has_groups(self) -> None:
+        """What it reads may be there now."""
         if self._is_starved:
             self._is_starved = False
             self._report()

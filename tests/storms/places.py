@@ -163,13 +163,15 @@ class StormPlace(Place):
         new = list[Merged]()
         for old, versions in zip(before.fragments, after.fragments, strict=True):
             if versions != old:
-                require(versions[1:] == old[:1], f"{versions} follows {old}")
+                require(versions[1:] == old[: after.keep - 1], f"{versions} follows {old}")
                 new.append(self._version(after.epoch, versions[0]))
         text, verdicts = self.objects[after.record or ""]
         for merged in new:
             self._storm.ledger.durable(merged, after.epoch)
         self._storm.ledger.recorded(verdicts)
-        self.units.durable([c for merged in new for c in _kept(merged)], json.loads(text)[0])
+        record = json.loads(text)[0]
+        self.units.durable([c for merged in new for c in _kept(merged)], record)
+        self._storm.group_book.durable(record, after, self.objects, self.units.merges)
         if new and self._storm.plan.looks_back:
             self.snapshots.append(Snapshot(after, {name: self.objects[name] for name in after.names}))
             self._storm.has_snapshot()

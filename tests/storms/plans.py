@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from tests.run.simulated import POINTS
 from tests.storms.draws import Draws
+from tests.storms.units import AHEAD_STEPS, DATA
 
 import diloco
 from diloco.core.codecs import CODECS
@@ -21,6 +22,7 @@ from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.quorum import QUORUMS
 from diloco.errors import ConfigError
+from diloco.protocol.leases import DataSet, GroupRules
 from diloco.protocol.rounds.base import Rules
 
 FAULTS_END_S = 25.0
@@ -79,6 +81,35 @@ OrderKind = Literal["pause", "evict", "lower quorum"]
 """What an operator does; "pause" for some seconds, "lower quorum" to 1."""
 ORDERS = get_args(OrderKind)
 
+WorkerKind = Literal["kill worker", "freeze worker", "cut worker", "same worker"]
+WORKER_FAULTS = get_args(WorkerKind)
+"""What befalls a worker of reinforcement learning.
+
+    kill worker     its process dies, and forgets all; it is back after some seconds
+    freeze worker   its process stands still for some seconds
+    cut worker      its messages are lost for some seconds
+    same worker     another process works under its name
+"""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """A rollout or a reward worker.
+
+    Attributes:
+        latency_s: of its way, one way.
+        work_s: that a group takes.
+        at_once: groups that it has at a time.
+        is_inline: a rollout worker scores its own groups.
+    """
+
+    role: Literal["rollout", "reward"]
+    latency_s: float
+    work_s: float
+    at_once: int
+    starts_s: float
+    is_inline: bool = False
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -86,7 +117,7 @@ class Fault:
 
     Attributes:
         at_s: when.
-        learner: which one; the syncer's faults leave it out.
+        learner: which one, or which worker; the syncer's faults leave it out.
         seconds: how long.
         choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
             copy": 0 the oldest, 1 one from the middle, 2 the newest. "restore": the backup after so many thirds of all.
@@ -95,7 +126,7 @@ class Fault:
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | StoreKind | PairKind | Going | OrderKind
+    kind: Kind | Literal["older copy"] | StoreKind | PairKind | Going | OrderKind | WorkerKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -124,6 +155,8 @@ class Plan:
         lease_s: of the syncer on its store; infinite: that is a directory.
         shortest_swap_s: of the store.
         keep_s: how long objects stay that are not named any more.
+        rules: of groups of reinforcement learning, which learners lease; None: other data.
+        workers: that make them.
     """
 
     seed: int
@@ -147,6 +180,13 @@ class Plan:
     lease_s: float = math.inf
     shortest_swap_s: float = 0.0
     keep_s: float = 10.0
+    rules: GroupRules | None = None
+    workers: tuple[WorkerPlan, ...] = ()
+
+    @property
+    def data(self) -> DataSet:
+        """That learners lease."""
+        return DATA if self.rules is None else DataSet(1, 0, self.rules.digest, groups=self.rules)
 
     @property
     def looks_back(self) -> bool:
@@ -192,12 +232,15 @@ def _mixture(num_experts: int) -> list[TensorSpec]:
 
 def plan_of(
     seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False,
+    parts: bool = False, groups: bool = False,
 ) -> Plan:  # fmt: skip
     """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
-    `steered`: an operator gives it orders. `parts`: learners train parts of a mixture."""
+    `steered`: an operator gives it orders. `parts`: learners train parts of a mixture. `groups`: they train groups of
+    reinforcement learning."""
     draws = Draws(seed)
-    plan = _plan(draws, leased=leased)
+    plan = _plan(draws, leased=leased or groups)
+    if groups:
+        plan = _with_groups(draws, plan)
     if parts:
         plan = _with_parts(draws, plan)
     if standby:
@@ -236,6 +279,37 @@ def _plan(draws: Draws, *, leased: bool) -> Plan:
 
 
 _BUCKET: dict[str, Any] = {"lease_s": 6.0, "shortest_swap_s": 1.0}
+
+
+def _with_groups(draws: Draws, plan: Plan) -> Plan:
+    """Without an older copy, which a worker would follow."""
+    num_units = draws.whole("groups a step", 1, 2)
+    asked = AHEAD_STEPS * num_units
+    rules = GroupRules("storm", 9, 2, 9, 9, draws.whole("max_staleness", 0, 4), draws.whole("queue", asked, 4 * asked))
+    is_inline = draws.unit("is inline") < 0.3
+    num_rollouts, num_rewards = draws.whole("rollouts", 1, 3), draws.whole("rewards", 1, 2)
+    roles = ("rollout",) * num_rollouts + ("reward",) * num_rewards
+    workers = tuple(
+        WorkerPlan(
+            role,
+            latency_s=draws.between("worker's latency", 0.002, 0.2),
+            work_s=draws.between("work_s", 0.05, 0.5),
+            at_once=draws.whole("at_once", 2, 6),
+            starts_s=draws.between("worker starts", 0.0, 5.0),
+            is_inline=is_inline,
+        )
+        for role in roles
+    )
+    faults = [each for each in plan.faults if each.kind != OLDER_COPY]
+    for _ in range(draws.whole("worker faults", 0, 5)):
+        kind, worker = draws.of("worker fault", WORKER_FAULTS), draws.whole("fault's worker", 0, len(workers) - 1)
+        at_s, seconds = (
+            draws.between("worker fault at", 0.5, FAULTS_END_S),
+            draws.between("worker fault for", 0.1, 12.0),
+        )
+        faults.append(Fault(round(at_s, 3), kind, worker, round(seconds, 3)))
+    faults.sort(key=lambda it: it.at_s)
+    return replace(plan, faults=tuple(faults), num_units=num_units, rules=rules, workers=workers)
 
 
 def _with_parts(draws: Draws, plan: Plan) -> Plan:
@@ -464,4 +538,6 @@ def told(plan: Plan, faults: Sequence[Fault]) -> str:
         f"screen={method.screen}, outer={type(method.outer).__name__} at {method.outer_at}, adopt={method.adopt}, "
         f"overlaps={plan.overlaps}, fragments={method.fragments}, trains={plan.trains}"
     )
+    if plan.rules is not None:
+        head += f", {plan.num_units} groups a step, {plan.rules}, {plan.workers}"
     return "\n".join([head, *(f"  {fault}" for fault in faults)])

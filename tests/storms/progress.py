@@ -141,7 +141,7 @@ class Progress:
         before, since_s = self._still.get(what, (None, 0.0))
         if at is None or at != before:
             self._still[what] = at, storm.now_s
-        elif storm.now_s - max(since_s, storm.calm_s) > PATIENCE_S:
+        elif storm.now_s - max(since_s, storm.calm_s) > PATIENCE_S * (3 if storm.plan.workers else 1):  # others' groups
             if storm.lacks_a_goodbye:
                 self.is_stranded = True
                 return

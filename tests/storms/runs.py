@@ -37,8 +37,9 @@ class Failure:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         options = {
-            " --leased": self.plan.num_units, " --standby": self.plan.standby, " --goes-back": self.plan.goes_back,
-            " --steered": self.plan.steered, " --parts": self.plan.num_experts,
+            " --leased": self.plan.num_units and not self.plan.workers, " --standby": self.plan.standby,
+            " --goes-back": self.plan.goes_back, " --steered": self.plan.steered, " --parts": self.plan.num_experts,
+            " --groups": self.plan.workers,
         }  # fmt: skip
         chosen = "".join(option for option, is_chosen in options.items() if is_chosen)
         return (

@@ -16,12 +16,13 @@ from tests.storms.accounts import Accounts
 from tests.storms.counts import Counts
 from tests.storms.draws import Draws
 from tests.storms.drivers import StormDriver
+from tests.storms.groups import GroupBook, GroupProgress, GroupWorker, check_groups
 from tests.storms.invariants import Ledger, check_learner
 from tests.storms.journals import StormJournal
 from tests.storms.learners import LearnerProcess, Process
 from tests.storms.nodes import DURATIONS_S, RUN, TIMEOUT_S, Node, NodeDoor, ProcessKilled
 from tests.storms.places import Snapshot, StormPlace
-from tests.storms.plans import STORE_FAULTS, Fault, Plan
+from tests.storms.plans import STORE_FAULTS, WORKER_FAULTS, Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
 from tests.storms.units import check_leases
 from tests.storms.wire import STALL_S
@@ -73,6 +74,8 @@ class Storm:
         ledger: what is durable.
         accounts: where the tokens are, as the driver that serves the run has it, or the last one.
         all_accounts: of the last drivers.
+        workers: of reinforcement learning.
+        group_book: what is durable of groups.
         progress: what goes on.
         counts: that all tokens are counted.
         num_events: that have happened.
@@ -120,11 +123,14 @@ class Storm:
             self.calm_s += plan.lease_s + SETTLES_S
         self._serves_s = 0.0
         self._cut_until_s: dict[tuple[int, int], float] = {}
+        self.group_book = GroupBook(plan.rules, len(plan.sizes))
         self.place = StormPlace(self)
         self.nodes = [Node(self, address) for address in range(self.num_addresses)]
         self.learners = [LearnerProcess(self, index) for index in range(len(plan.step_s))]
         for learner, at_s in zip(self.learners, plan.starts_s, strict=True):
             self.at(at_s, learner.start)
+        self.workers = [GroupWorker(self, index, each) for index, each in enumerate(plan.workers)]
+        self.group_progress = GroupProgress(self, self.workers)
         for fault in self.faults:
             self.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         self.at(plan.room_at_s, self._make_room)
@@ -171,6 +177,7 @@ class Storm:
             self._look_at_syncers()
             self.progress.look()
             self.counts.look()
+            self.group_progress.look()
 
     def _wind_up(self) -> None:
         """What learners have left behind ends too."""
@@ -246,6 +253,7 @@ class Storm:
                 node.accounts.take_events(self.now_s)
                 node.accounts.check(node.driver.core)
                 check_leases(node.driver.core.leases)
+                check_groups(node.driver.core)
                 node.check_shown()
 
     # --- the syncers --------------------------------------------------------------------------------------------------
@@ -424,6 +432,9 @@ class Storm:
 
     def _strike(self, fault: Fault) -> None:
         self.struck[fault.kind] += 1
+        if fault.kind in WORKER_FAULTS:
+            self.workers[fault.learner].strike(fault)
+            return
         learner = self.learners[fault.learner]
         stall_s = STALL_S if fault.kind == "half open" else 0.0
         given_up_s = TIMEOUT_S[1] if fault.kind in STORE_FAULTS else 0.0

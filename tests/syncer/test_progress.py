@@ -29,7 +29,7 @@ def status(tokens: int, step: int) -> dict[str, Any]:
     ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
     return {
         "run_id": "0" * 32, "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
-        "fragments": [{"ledger": ledger}, {"ledger": ledger}], "experts": None,
+        "fragments": [{"ledger": ledger}, {"ledger": ledger}], "experts": None, "groups": None,
     }  # fmt: skip
 
 

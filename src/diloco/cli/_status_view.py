@@ -18,6 +18,7 @@ from diloco.errors import StoreError, translated
 from diloco.escaping import printable, shortened
 from diloco.planning.units import SIZE
 from diloco.protocol.contribution import UNMERGED
+from diloco.protocol.groups import ENDS
 from diloco.protocol.units import numbers
 from diloco.report.drawing import short
 from diloco.run.status import state_of
@@ -85,6 +86,8 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
         lines.append(f"no live learner trains experts {numbers(untrained)}: nothing is merged into them")
     if status["data"] is not None:
         lines.append(printable(_data(status["data"])))
+    if status["groups"] is not None:
+        lines += _groups(status["groups"])
     learners = _learners(status, wide=wide, whole_names=whole_names)
     lines.append(learners if learners.row_count else "no learner is in the run")
     if wide:
@@ -163,6 +166,27 @@ def _participation(status: dict[str, Any]) -> str:
     who = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
     part = "" if merge["scale"] == 1 else f", with {merge['scale']:.2f} of the live weight"
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
+
+
+def _groups(groups: dict[str, Any]) -> list[RenderableType]:
+    """Groups of reinforcement learning, and who generates and scores them."""
+    states = {"waiting": groups["waiting"], "leased": groups["leased"], **{end: groups[end] for end in ENDS}}
+    found = " + ".join(f"{num:,} {state}" for state, num in states.items() if num)
+    rewards = ", ".join(f"{task} {mean:.3f}" for task, mean in groups["rewards"].items())
+    stale = ", ".join(f"{versions}: {num:,}" for versions, num in groups["staleness"].items())
+    lines: list[RenderableType] = [
+        printable(f"groups: {groups['acknowledged']:,} = {found or 0}; {groups['prompts']:,} prompts are generated"),
+        printable(f"mean reward of the newest: {rewards or '–'}; groups by staleness: {stale or '–'}"),
+    ]
+    table = Table(box=SIMPLE, pad_edge=False)
+    for head in ("worker", "role", "generated", "scored", "refused", "holds", "version"):
+        table.add_column(head, justify="left" if head in ("worker", "role") else "right")
+    for it in groups["workers"]:
+        name = it["name"] if it["live"] else f"{it['name']} (gone)"
+        numbers_ = (f"{it[key]:,}" for key in ("generated", "scored", "refused", "holds"))
+        table.add_row(cell(name), it["role"], *numbers_, str(sum(it["versions"]) if it["versions"] else "–"))
+    lines += [table] if groups["workers"] else []
+    return [*lines, *(printable(f"{worker} was refused: {why}") for worker, why in groups["refusals"][-MAX_REASONS:])]
 
 
 def _data(data: dict[str, Any]) -> str:

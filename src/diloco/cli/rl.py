@@ -169,5 +169,5 @@ def _line(counts: Mapping[str, Any]) -> str:
     groups = counts.get("groups")
     if groups is None:
         return "no trainer has joined yet"
-    rewards = "".join(f", mean reward of {task} {mean:.3f}" for task, (_, mean) in sorted(groups["tasks"].items()))
+    rewards = "".join(f", mean reward of {task} {mean:.3f}" for task, mean in sorted(groups["rewards"].items()))
     return f"step {counts['step']:,}: {groups['acknowledged']:,} groups made, {groups['merged']:,} merged{rewards}"

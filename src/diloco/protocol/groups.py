@@ -52,11 +52,11 @@ MAX_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Score:
-    """What became of a group.
+    """What became of a group, or of a prompt for which none can be generated.
 
     Attributes:
         rewards: one per completion.
-        reason: why the group is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
+        reason: why it is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
     """
 
     number: int
@@ -131,7 +131,7 @@ class Group:
 
     def staleness(self, versions: Sequence[int]) -> int:
         """Versions from those that it was made with to these."""
-        return max(now - then for now, then in zip(versions, self.made.versions, strict=True))
+        return max(max(0, now - then) for now, then in zip(versions, self.made.versions, strict=True))
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,7 @@ class Groups:
             ConfigError: its settings differ from the run's. PayloadError: too many workers.
         """
         worker, key = self._heard(now, work), (work.role, work.worker)
+        self._is_waiting |= bool(work.scores)
         if worker is None:
             return Assigned(why="this message was overtaken by a newer one", versions=self._versions)
         for refusal in work.refusals:
@@ -240,13 +241,13 @@ class Groups:
         if (rules := self.rules) is None:
             return Assigned(why="no trainer has joined the run yet", versions=self._versions)
         self._check_settings(key, work.digest, rules)
-        is_rollout = work.role == "rollout"
         for score in work.scores:
-            if is_rollout:
-                self._cannot_make(key, score)
-            else:
+            if work.role == "reward":
                 self._score(key, score, rules)
-        self._is_waiting |= bool(work.scores)
+            elif score.number in worker.holds:  # no worker can generate it
+                worker.holds.remove(score.number)
+                self._refuse(key, score.reason)
+        is_rollout = work.role == "rollout"
         free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
         kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
         self._release(key, worker.holds - kept)
@@ -275,7 +276,11 @@ class Groups:
     @property
     def _num_trained(self) -> int:
         """Groups that trainers have leased."""
-        return count(common(self._leases.leased, ranges_of((n, n + 1) for n in self.groups)))
+        return len(self._among(self._leases.leased))
+
+    def _among(self, units: Ranges) -> list[int]:
+        """The groups among these units, which may be millions in a run of other data."""
+        return numbers_of(common(units, ranges_of((n, n + 1) for n in self.groups)))
 
     @property
     def _packs(self) -> set[int]:
@@ -359,7 +364,7 @@ class Groups:
     def tick(self, now: float, lost_s: float) -> None:
         """End the leases of workers that were silent for so long."""
         for key, worker in list(self.workers.items()):
-            if now - worker.seen_at >= lost_s:
+            if now >= worker.seen_at + lost_s:  # to the bit, as `wake_at` has it
                 self._release(key, set(worker.holds))
                 del self.workers[key]
 
@@ -421,7 +426,8 @@ class Groups:
 
     def _check(self, made: Made) -> None:
         rules, number = self.rules, made.number
-        assert rules is not None  # it has leased a prompt
+        if rules is None:
+            raise PayloadError(f"group {number} has no leased prompt: no trainer has joined the run yet; drop it.")
         if made.fault:
             raise PayloadError(f"group {number} is not well formed: {made.fault}")
         is_taken = number in self.groups or not (
@@ -429,9 +435,7 @@ class Groups:
         )
         if is_taken:
             raise PayloadError(f"group {number} was sent before, or its prompt is not leased; drop it.")
-        if len(made.versions) != len(self._versions) or any(
-            not 0 <= its <= now for its, now in zip(made.versions, self._versions, strict=True)
-        ):
+        if len(made.versions) != len(self._versions) or not self._are_known(made.versions):
             raise PayloadError(
                 f"group {number} was made with versions {list(made.versions)} of the fragments, and the run has "
                 f"{list(self._versions)}; follow this run."
@@ -443,6 +447,14 @@ class Groups:
             )
         if made.rewards and not _are_usable(made.rewards, rules):
             raise PayloadError(f"group {number} has rewards {list(made.rewards)}; send {rules.group_size} numbers.")
+
+    def _are_known(self, versions: Sequence[int]) -> bool:
+        """Whether these versions were published, or are being published: a worker may read a version from a bucket
+        before the syncer knows that it is stored."""
+        return all(
+            0 <= its <= now or its in digests
+            for its, now, digests in zip(versions, self._versions, self._digests, strict=True)
+        )
 
     def weights_of(self, versions: Sequence[int]) -> str | None:
         """The digest of the weights of these versions; None: they are not kept."""
@@ -469,12 +481,6 @@ class Groups:
         self._count(key, "scored")
         self._reward(score.number, score.rewards)
 
-    def _cannot_make(self, key: Key, score: Score) -> None:
-        """A rollout worker can make no group of a prompt, which is not leased again."""
-        if score.number in self.workers[key].holds:
-            self.workers[key].holds.remove(score.number)
-            self._refuse(key, score.reason)
-
     def _reward(self, number: int, rewards: tuple[float, ...]) -> None:
         group = self.groups[number]
         self.tasks.setdefault(group.made.task, TaskRewards()).add(sum(rewards) / len(rewards))
@@ -492,28 +498,29 @@ class Groups:
 
     def leased(self, units: Ranges) -> None:
         """Trainers have leased these groups."""
-        self.staleness.update(self.groups[n].staleness(self._versions) for n in numbers_of(units) if n in self.groups)
+        self.staleness.update(self.groups[n].staleness(self._versions) for n in self._among(units))
 
     def of_trainer(self, learner: str, incarnation: int) -> Assigned:
         """The groups that a trainer has leased."""
         lease = self._leases.leases.get((learner, incarnation))
-        units = () if lease is None else tuple(n for n in numbers_of(lease.units) if n in self.groups)
+        units = () if lease is None else tuple(self._among(lease.units))
         return Assigned(units, tuple(self.groups[n] for n in units), "", self._versions)
 
     def given_up(self, learner: str, units: Ranges, reasons: Mapping[int, str]) -> None:
         """A trainer's lease of these groups has ended without training: they are stale, or it cannot use them."""
         self._is_waiting |= bool(reasons)
-        for number in numbers_of(units):
-            if number in self.groups:
-                is_stale = reasons[number] == STALE
-                self._settle(number, STALE if is_stale else "refused")
-                if not is_stale:
-                    self._refuse(("trainer", learner), reasons[number])
+        for number in self._among(units):
+            is_stale = reasons[number] == STALE
+            self._settle(number, STALE if is_stale else "refused")
+            if not is_stale:
+                self._refuse(("trainer", learner), reasons[number])
 
     def look(self) -> None:
-        """Leases have changed: count the groups that are merged now."""
+        """Leases of trainers have changed: count the groups that are merged now, and those that were returned and are
+        too old."""
         for number in self._merged(self._leases):
             self._settle(number, "merged")
+        self._drop_stale()
 
     def _merged(self, leases: Leases) -> list[int]:
         offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
@@ -529,11 +536,15 @@ class Groups:
             del digests[old]
 
     def published(self, versions: Sequence[int]) -> None:
-        """These are the newest versions: groups that are too old for them end as stale, unless a trainer has them."""
+        """These are the newest versions."""
         self._versions = tuple(versions)
-        leased = set(numbers_of(self._leases.leased))
+        self.look()
+
+    def _drop_stale(self) -> None:
+        """Groups that are too old, or of versions that a repair has lost, end as stale, unless a trainer has them."""
+        leased, versions = set(self._among(self._leases.leased)), self._versions
         for number, group in list(self.groups.items()):
-            is_gone = any(its > now for its, now in zip(group.made.versions, versions, strict=True))
+            is_gone = not self._are_known(group.made.versions)
             if number not in leased and (is_gone or group.staleness(versions) > self._max_staleness):
                 if group.rewards:
                     self._leases.withdraw(_one(number))
@@ -556,20 +567,21 @@ class Groups:
         """Plain values for `diloco status`; None: no trainer has joined."""
         if (rules := self.rules) is None:
             return None
-        workers = {key: {"role": key[0], "name": key[1], "live": key in self.workers} for key in self.worker_counts}
-        workers |= {key: {"role": key[0], "name": key[1], "live": True} for key in self.workers}
-        for key, values in workers.items():
-            counts, live = self.worker_counts.get(key, Counter()), self.workers.get(key)
-            values |= {each: counts[each] for each in ("generated", "scored", "refused")}
-            values |= {
-                "holds": 0 if live is None else len(live.holds),
-                "versions": [] if live is None else list(live.versions),
-            }
         return {
-            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue,
-            "max_staleness": rules.max_staleness, "staleness": {str(k): v for k, v in sorted(self.staleness.items())},
-            "tasks": {name: [task.num, task.mean] for name, task in self.tasks.items()},
-            "workers": [workers[key] for key in sorted(workers)], "refusals": [list(each) for each in self.refusals],
+            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue, "max_staleness": rules.max_staleness,
+            "staleness": {str(versions): num for versions, num in sorted(self.staleness.items())},
+            "rewards": {name: task.mean for name, task in self.tasks.items()},
+            "scored": {name: task.num for name, task in self.tasks.items()},
+            "workers": [self._worker_status(key) for key in sorted(self.worker_counts.keys() | self.workers)],
+            "refusals": list(self.refusals),
+        }  # fmt: skip
+
+    def _worker_status(self, key: Key) -> dict[str, Any]:
+        counts, worker = self.worker_counts.get(key, Counter()), self.workers.get(key)
+        holds, versions = (0, ()) if worker is None else (len(worker.holds), worker.versions)
+        return {
+            "role": key[0], "name": key[1], "live": worker is not None or key[0] == "trainer",
+            **{each: counts[each] for each in ("generated", "scored", "refused")}, "holds": holds, "versions": versions,
         }  # fmt: skip
 
     def saved(self, serial: int, then: Leases) -> dict[str, Any] | None:
@@ -605,8 +617,8 @@ class Groups:
         self.counts, self._pack = Counter(values["counts"]), values["pack"]
         self.staleness = Counter(dict(values["staleness"]))
         self.tasks = {name: TaskRewards(*task) for name, task in values["tasks"].items()}
-        for own, saved in zip(self._digests, values["digests"], strict=True):
-            own |= {version: digest for version, digest in saved if version not in own}
+        for own, saved, newest in zip(self._digests, values["digests"], self._versions, strict=True):
+            own |= {version: digest for version, digest in saved if version not in own and version <= newest}
         offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
         lost = minus(union(self._leases.leased, self._leases.returned), offered)  # merged, before a repair went back
         self._leases.withdraw(lost)
@@ -633,8 +645,8 @@ ENDS = ("merged", STALE, "without signal", "refused")
 PACK_S, PACKS_PER_S = 0.2, 200.0
 """Between two records for groups alone, at least, and the number of packs at which it is a second longer."""
 
-MAX_PACKS = 2000
-"""That a manifest names."""
+MAX_PACKS = 1900
+"""That a manifest names, before no more prompts are leased; it has room for 100 more."""
 
 MAX_REFUSALS = 20
 """Newest refusals that are kept for people."""

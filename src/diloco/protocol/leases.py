@@ -261,7 +261,7 @@ class Leases:
         if self.data not in (None, data):
             raise ConfigError(
                 f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
-                "learners the same data, seed, sequence length and passes."
+                "learners the same data, seed, sequence length and passes, or the same [rl] and [task]."
             )
 
     def _take(self, num: int) -> Ranges:
@@ -521,5 +521,7 @@ def _units_of(learner: str, incarnation: int, contributions: Iterable[Contributi
 
 def _described(data: DataSet | None) -> str:
     assert data is not None
+    if data.groups is not None:
+        return f"groups by settings of digest {data.digest[:12]} ({data.groups})"
     passes = f"{data.passes} passes" if data.passes else "passes without end"
     return f"data of {data.num_units} units in {passes}, of digest {data.digest[:12]}"

@@ -109,7 +109,7 @@ class Manifest:
     def with_versions(self, published: Mapping[int, NamedVersion]) -> Self:
         """The manifest after these versions of fragments, by index, were published."""
         fragments = tuple(
-            versions if index not in published else (published[index], *versions)[: self.keep]
+            (*((published[index],) if index in published else ()), *versions)[: self.keep]
             for index, versions in enumerate(self.fragments)
         )
         return replace(self, fragments=fragments)
@@ -117,7 +117,7 @@ class Manifest:
     def with_packs(self, new: Mapping[int, str], live: Collection[int], keep: int) -> Self:
         """The manifest with those of its packs, and of the new ones, that are live. `keep`: versions that groups need;
         with many fragments fewer are kept."""
-        packs = tuple(each for each in (*self.packs, *new.items()) if each[0] in live)
+        packs = tuple(each for each in {**dict(self.packs), **new}.items() if each[0] in live)
         most = MOST_VERSIONS // max(1, len(self.fragments))
         return replace(self, packs=packs, keep=max(KEPT_VERSIONS, min(keep, most)))
 

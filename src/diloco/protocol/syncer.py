@@ -35,7 +35,7 @@ from diloco.protocol.records import Record, require_numbers
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
-from diloco.protocol.units import ranges_of
+from diloco.protocol.units import minus, ranges_of
 
 
 class SyncerCore:
@@ -359,7 +359,6 @@ class SyncerCore:
         for c in closed.contributions:
             self.accounting.count_merged(c, state.version)
             self.leases.decided(c, None, self.accounting.open.values(), version=state.version)
-        self.groups.look()
         self.groups.published([each.version for each in self.fragments])
         rejects = [self._reject(c, reason) for c, reason in rejected]
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
@@ -422,8 +421,9 @@ class SyncerCore:
             ConfigError, PayloadError: as `Leases.ask`.
         """
         self.check(learner, incarnation)
+        before = self.leases.leased
         grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
-        self.groups.leased(grant.units)
+        self.groups.leased(minus(grant.units, before))  # a request may be repeated
         self._wants_record |= grant.number > 0
         return grant, self._wake(now)
 
@@ -561,6 +561,7 @@ class SyncerCore:
         incarnation = self.members.pop(learner).incarnation
         self.accounting.end(learner)
         self.leases.ended(learner, incarnation, self.accounting.open.values())
+        self.groups.look()
         self.rounds.removed(learner)
         self._wants_record = True
 

@@ -56,6 +56,8 @@ class Story:
         self._ledger: dict[str, int] = {}
         self._progress_at = 0.0
         self._parallel_bytes = 0.0
+        self._groups: dict[str, Any] | None = None
+        self._rewards: dict[str, Series] = defaultdict(partial(Series, self._numbers))  # by task
         self._num_experts, self._untrained = 0, tuple[tuple[int, int], ...]()
         self._experts: dict[int, tuple[int, int, int]] = {}  # merges, learners in them, version of the last
 
@@ -168,6 +170,10 @@ class Story:
             if name not in event.learners and member.is_live:
                 member.go(event.t, member.reason or "no longer a member")
         self._ledger, self._num_experts, self._untrained = dict(event.ledger), event.num_experts, event.untrained
+        if event.groups is not None:
+            self._groups = event.groups.model_dump()
+            for task, reward in event.groups.rewards.items():
+                self._rewards[task].add(event.groups.scored[task], reward)
         self._tokens = max(self._tokens, event.tokens)
         self._lately.append((event.t, event.tokens))
         while len(self._lately) > 2 and self._lately[-1][0] - self._lately[1][0] >= SPEED_S:
@@ -242,6 +248,8 @@ class Story:
                 "loss": self._loss_curves(number),
                 "training": {name: curve.since(number) for name, curve in training.items()},
                 "load": self._load(),
+                "groups": self._groups,
+                "rewards": {task: curve.since(number) for task, curve in self._rewards.items()},
                 "speed": self._speed.since(number),
                 "wire": self._wire.since(number),
             }

@@ -35,8 +35,7 @@ from diloco.protocol.groups import STALE, numbers_of
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.units import ranges_of
 from diloco.rl.loss import advantages
-from diloco.rl.settings import data_of, rules_of, table_of
-from diloco.rl.tokenizer import open_tokenizer
+from diloco.rl.settings import data_of, rules_of, table_of, tokenizer_of
 from diloco.store.reading import NOT_WHOLE
 
 GAP_BYTES = 64 << 10
@@ -127,7 +126,7 @@ def batches(learner: Learner, config: RunConfig) -> Generator[Batch, None, None]
         ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
         ...     learner.step(tokens=batch.num_tokens)
     """
-    table, rules = table_of(config), rules_of(config, open_tokenizer(config.data.tokenizer))
+    table, rules = table_of(config), rules_of(config, tokenizer_of(config))
     exchange, num = learner.exchange, table.groups_per_step
     if not isinstance(exchange, Remote) or exchange.door is None or learner.rank[1] > 1:
         raise ConfigError("groups need a learner of one process over a syncer; make its exchange by diloco.connect(…).")

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from diloco.errors import MAX_FOREIGN, ConfigError, ExchangeError, NonFiniteError, translated
+from diloco.errors import MAX_FOREIGN, ConfigError, EngineError, NonFiniteError, translated
 from diloco.escaping import MALFORMED, read_json
 from diloco.following.copies import FollowedFolder
 from diloco.following.follower import FollowedModel
@@ -40,10 +40,6 @@ INVALID = (http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY)
 """Status codes for a request that the server does not understand."""
 
 ADVICE = "look into its log"
-
-
-class EngineError(ExchangeError):
-    """The server of an engine failed, did not answer in time, or gave an answer that cannot be used."""
 
 
 class RefusedError(EngineError):

@@ -21,10 +21,10 @@ from diloco.protocol.leases import GroupRules
 from diloco.protocol.manifest import Manifest
 from diloco.rl.rollout import IDLE_S
 from diloco.rl.scoring import Scorer
-from diloco.rl.settings import rules_of, table_of
+from diloco.rl.settings import rules_of, table_of, tokenizer_of
 from diloco.rl.tasks import Tasks
-from diloco.rl.tokenizer import Tokenizer, open_tokenizer
-from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer, task_settings
+from diloco.rl.tokenizer import Tokenizer
+from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer
 from diloco.training.spec import StopRequest
 
 AHEAD_S, FEWEST, MOST = 2.0, 2, 64
@@ -43,14 +43,14 @@ def run_reward(
     if table_of(config).reward == "inline":
         raise ConfigError('rl.reward = "inline": rollout workers score their groups; start no reward worker')
     torch.set_num_threads(1)
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config)
     rules, tally = rules_of(config, tokenizer), Tally(name, "reward", say)
     with ExitStack() as opened:
         scorer = opened.enter_context(make_scorer(config))
         readers = opened.enter_context(ThreadPoolExecutor(LANES, thread_name_prefix="diloco-reads"))
         client = opened.enter_context(WorkClient(config, "reward", name, rules.digest, FEWEST))
         stop.interrupt_with(lambda _: client.close())
-        rewarder = Rewarder(Tasks(task_settings(config)), tokenizer, rules, scorer)
+        rewarder = Rewarder(Tasks(config.task), tokenizer, rules, scorer)
         pending, mean_s = deque[tuple[int, Future[CompletionGroup]]](), AHEAD_S / FEWEST
         with suppress(StoppedError):
             while not client.closing.is_set():

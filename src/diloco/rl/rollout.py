@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from diloco.config import EngineTable, RunConfig
-from diloco.errors import ConfigError, NonFiniteError, StoreError, translated
+from diloco.errors import ConfigError, EngineError, NonFiniteError, ScoringError, StoreError, translated
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import CompletionGroup
 from diloco.exchange.wire.values import message_of
 from diloco.following.follower import FollowedModel, follow
 from diloco.protocol.groups import Score, digest_of
-from diloco.rl.engines import Completion, Engine, EngineError, OpenAIEngine, TransformersEngine, VLLMEngine
-from diloco.rl.scoring import Scorer, ScoringError
-from diloco.rl.settings import rules_of, table_of
+from diloco.rl.engines import Completion, Engine, OpenAIEngine, TransformersEngine, VLLMEngine
+from diloco.rl.scoring import Scorer
+from diloco.rl.settings import rules_of, table_of, tokenizer_of
 from diloco.rl.tasks import Tasks
-from diloco.rl.tokenizer import Tokenizer, open_tokenizer
-from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer, task_settings
+from diloco.rl.tokenizer import Tokenizer
+from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer
 from diloco.training.model import build_model
 from diloco.training.spec import StopRequest
 
@@ -53,7 +53,7 @@ def run_rollout(
         ConfigError: the run file cannot be used, or the run has other settings. LayoutError: the run has another model.
         StaleIncarnationError: another process works under this name. AuthError: the keys do not permit it.
     """
-    tokenizer, syncer = open_tokenizer(config.data.tokenizer), config.syncer
+    tokenizer, syncer = tokenizer_of(config), config.syncer
     rules, table = rules_of(config, tokenizer), config.engine or EngineTable()
     if table.threads is not None:
         torch.set_num_threads(table.threads)
@@ -133,7 +133,7 @@ class Rollout:
         self, config: RunConfig, name: str, tokenizer: Tokenizer, engine: Engine, scorer: Scorer | None,
         client: WorkClient, say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._table, self._seed, self._tasks = table_of(config), config.run.seed, Tasks(task_settings(config))
+        self._table, self._seed, self._tasks = table_of(config), config.run.seed, Tasks(config.task)
         self._tokenizer, self._engine, self._scorer, self._client = tokenizer, engine, scorer, client
         self._loaded: FollowedModel | None = None
         self.tally = Tally(name, "rollout", say)

@@ -26,17 +26,14 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from diloco.errors import ConfigError, PayloadError, first_line
+from diloco.config import TaskTable
+from diloco.errors import ConfigError, ScoringError, first_line
 from diloco.escaping import MAX_REASON, printable
-from diloco.rl.tasks import Task, Tasks, TaskSettings
+from diloco.rl.tasks import Task, Tasks
 from diloco.tables import nearest
 
 START_TIMEOUT_S = 300.0
 """Time limit for loading the tasks, whose libraries and reward models may be large."""
-
-
-class ScoringError(PayloadError):
-    """A task gave no score for a completion."""
 
 
 class Scorer:
@@ -52,7 +49,7 @@ class Scorer:
     """
 
     def __init__(
-        self, settings: Mapping[str, TaskSettings], *, timeout_s: float = 10.0, memory_bytes: int = 2 << 30
+        self, settings: Mapping[str, TaskTable], *, timeout_s: float = 10.0, memory_bytes: int = 2 << 30
     ) -> None:  # fmt: skip
         for name, limit in (("timeout_s", timeout_s), ("memory_bytes", memory_bytes)):
             if not 0 < limit < math.inf:
@@ -104,7 +101,7 @@ class Scorer:
                 env={name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"},  # may be a secret
             )  # fmt: skip
         first = {
-            "path": sys.path, "tasks": {name: vars(each) for name, each in self._settings.items()},
+            "path": sys.path, "tasks": {name: each.model_dump(mode="json") for name, each in self._settings.items()},
             "memory_bytes": self._memory_bytes,
         }  # fmt: skip
         answer = self._ask(first, "loading the tasks", START_TIMEOUT_S)
@@ -175,7 +172,7 @@ def _work(fd: int) -> None:
     first = _receive(requests)
     sys.path[:] = first["path"]
     try:
-        tasks = Tasks({name: TaskSettings(**each) for name, each in first["tasks"].items()}).tasks
+        tasks = Tasks({name: TaskTable(**each) for name, each in first["tasks"].items()}).tasks
         for task in tasks.values():
             task.load()
     except ConfigError as error:

@@ -8,9 +8,12 @@ import json
 from diloco.config import RlTable, RunConfig
 from diloco.errors import ConfigError
 from diloco.protocol.leases import DataSet, GroupRules
-from diloco.rl.tokenizer import Tokenizer
+from diloco.rl.tokenizer import Tokenizer, open_tokenizer
 
-OWN = {"score_timeout_s", "score_memory_mb", "supervised_steps", "supervised_lr", "supervised_batch", "groups_per_step"}
+OWN = {
+    "tokenizer", "score_timeout_s", "score_memory_mb", "supervised_steps", "supervised_lr", "supervised_batch",
+    "groups_per_step",
+}  # fmt: skip
 """Settings in which workers and trainers may differ."""
 
 
@@ -23,6 +26,11 @@ def table_of(config: RunConfig) -> RlTable:
     if config.rl is None:
         raise ConfigError(f"run {config.run.name!r} has no table [rl]; add it, and a [task.NAME].")
     return config.rl
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """The run's tokenizer. Raises ConfigError: there is no table [rl], or the tokenizer cannot be loaded."""
+    return open_tokenizer(table_of(config).tokenizer)
 
 
 def rules_of(config: RunConfig, tokenizer: Tokenizer) -> GroupRules:

@@ -10,9 +10,10 @@ import importlib
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any, Protocol
 
+from diloco.config import TaskTable
 from diloco.errors import ConfigError, required_library, translated
 from diloco.tables import nearest
 
@@ -27,28 +28,6 @@ TRIES = 10_000
 
 MAX_SEED = 2**31
 """Seeds are below it, as numpy's generators demand."""
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """The table [task.NAME] of a run file.
-
-    Attributes:
-        source: "reasoning-gym:NAME", "verifiers:NAME", "package.module" or "package.module:object".
-        template: the prompt of a task of reasoning-gym; its fields are `question` and the names of the metadata.
-        exact: whether only the stripped answer itself scores 1; otherwise the library's partial scores, which a model
-            may learn instead of the task.
-        settings: of the task of reasoning-gym, or of the taskset of verifiers.
-        held_out: fraction of the prompts that is never trained on.
-        reward_model: directory or name of a sequence classifier with one label, whose logit is the score.
-    """
-
-    source: str
-    template: str = "{question}"
-    exact: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    held_out: float = 0.0
-    reward_model: str | None = None
 
 
 class Source(Protocol):
@@ -71,10 +50,8 @@ class Task:
         ConfigError: the settings name no task, or have no effect for it.
     """
 
-    def __init__(self, name: str, settings: TaskSettings) -> None:
+    def __init__(self, name: str, settings: TaskTable) -> None:
         self._name, self._settings = name, settings
-        if not 0 <= settings.held_out < 1:
-            raise ConfigError(f"task.{name}.held_out = {settings.held_out} must be from 0 to 1 but below 1; correct it")
         if settings.source.startswith(GYM):
             self._source: Source = GymTask(name, settings)
         elif settings.source.startswith(VERIFIERS):
@@ -144,7 +121,7 @@ class Tasks:
         ConfigError: as `Task`; or there are none.
     """
 
-    def __init__(self, settings: Mapping[str, TaskSettings]) -> None:
+    def __init__(self, settings: Mapping[str, TaskTable]) -> None:
         if not settings:
             raise ConfigError("the run has no task; add a table [task.NAME]")
         self.tasks = {name: Task(name, settings[name]) for name in sorted(settings)}
@@ -164,7 +141,7 @@ class GymTask:
         ConfigError: the library is not installed, or has no such task, setting or field of a template.
     """
 
-    def __init__(self, name: str, settings: TaskSettings) -> None:
+    def __init__(self, name: str, settings: TaskTable) -> None:
         key, self._task = f"task.{name}", settings.source.removeprefix(GYM)
         self._key, self._exact, self._template = key, settings.exact, settings.template
         self._settings = dict(settings.settings)
@@ -224,7 +201,7 @@ class EnvironmentTask:
         ConfigError: library or environment cannot be loaded, or the environment is not of this kind.
     """
 
-    def __init__(self, name: str, settings: TaskSettings) -> None:
+    def __init__(self, name: str, settings: TaskTable) -> None:
         _refuse_unused(name, settings, "template", "exact")
         key, environment = f"task.{name}", settings.source.removeprefix(VERIFIERS)
         failed, advice = f'{key}.source = "{settings.source}" cannot be loaded', "install verifiers and the environment"
@@ -267,13 +244,13 @@ def _needs_runtime(reward: Any) -> bool:
     return runtime is not None and runtime.default is inspect.Parameter.empty
 
 
-def _refuse_unused(name: str, settings: TaskSettings, *unused: str) -> None:
+def _refuse_unused(name: str, settings: TaskTable, *unused: str) -> None:
     for key in unused:
-        if getattr(settings, key) != getattr(TaskSettings(""), key):
+        if getattr(settings, key) != TaskTable.model_fields[key].get_default(call_default_factory=True):
             raise ConfigError(f'task.{name}.{key} has no effect with source = "{settings.source}"; drop it')
 
 
-def _own_task(name: str, settings: TaskSettings) -> Source:
+def _own_task(name: str, settings: TaskTable) -> Source:
     """The module of a dotted path, or its object after the colon; a class is called without arguments."""
     _refuse_unused(name, settings, "template", "exact", "settings")
     key = f"task.{name}"

@@ -27,9 +27,9 @@ from diloco.exchange.dialling import dialler, found
 from diloco.learner.learner import FINISH_TIMEOUT_S, Learner
 from diloco.rl.batching import Batch, batches
 from diloco.rl.loss import PRESETS, Loss, policy_loss, token_log_probs
-from diloco.rl.settings import table_of
-from diloco.rl.tasks import Tasks, TaskSettings
-from diloco.rl.tokenizer import Tokenizer, open_tokenizer
+from diloco.rl.settings import table_of, tokenizer_of
+from diloco.rl.tasks import Tasks
+from diloco.rl.tokenizer import Tokenizer
 from diloco.tracking.feed import Feed, open_feed, persistent_id
 from diloco.tracking.values import Point, learner_values
 from diloco.training.inner import InnerStep, StepResult
@@ -175,7 +175,7 @@ class Policy:
 
     def __init__(self, config: RunConfig, *, begins: bool, say: Callable[[str], None] = lambda _: None) -> None:
         self.begins, self._config, self._table = begins, config, table_of(config)
-        table, tokenizer = self._table, open_tokenizer(config.data.tokenizer)
+        table, tokenizer = self._table, tokenizer_of(config)
         self._loss, device = loss_of(table), choose_device(config.train.device)
         context = table.max_prompt_tokens + table.max_tokens
         model: nn.Module = build_model(config.model, tokenizer.vocab_size, context, config.run.seed)
@@ -249,7 +249,7 @@ def supervised_start(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, 
     Raises:
         ConfigError: a task has no answers, or none of a batch fits into `max_prompt_tokens` and `max_tokens`.
     """
-    table, tasks = table_of(config), Tasks({name: TaskSettings(**dict(each)) for name, each in config.task.items()})
+    table, tasks = table_of(config), Tasks(config.task)
     inner = config.inner.model_copy(update={"lr": table.supervised_lr, "muon_lr": None})
     optimizer = make_optimizer(model, config.model_copy(update={"inner": inner}))
     step, result = InnerStep(model, optimizer, config.train, device), None

@@ -36,7 +36,6 @@ from diloco.following.sources import SyncerSource
 from diloco.protocol.groups import Score
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import table_of
-from diloco.rl.tasks import TaskSettings
 from diloco.store.reading import NOT_WHOLE
 
 log = logging.getLogger("diloco")
@@ -66,16 +65,11 @@ SAY_S = 5.0
 """Between two lines about a worker's progress."""
 
 
-def task_settings(config: RunConfig) -> dict[str, TaskSettings]:
-    """The tasks of a run, by name."""
-    return {name: TaskSettings(**dict(task)) for name, task in config.task.items()}
-
-
 def make_scorer(config: RunConfig) -> Scorer:
     """What scores the completions of a run. Raises ConfigError: the run file has no table [rl]."""
     table = table_of(config)
     memory_bytes = table.score_memory_mb << 20
-    return Scorer(task_settings(config), timeout_s=table.score_timeout_s, memory_bytes=memory_bytes)
+    return Scorer(config.task, timeout_s=table.score_timeout_s, memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ class PublishedStore(Generic[H, P]):
         def put_record() -> tuple[str, dict[int, str]]:
             self._before()
             packs: dict[int, str] = {}
-            if pack:
+            if pack and groups["pack"] - 1 in groups["packs"]:
                 blob = Blob(hashlib.sha256(b"".join(pack)).hexdigest(), tuple(pack))
                 packs = {groups["pack"] - 1: self._put_blob(pack_prefix, blob)}
             return self._put_blob(prefix, self._format.record(record, epochs)), packs

@@ -97,7 +97,7 @@ class RunStatus:
             "initial_tokens": state.initial_tokens,
         }  # fmt: skip
         if not state.is_initialised:
-            nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
+            nothing = dict.fromkeys(("steering", "newest_merge", "data", "groups", "experts"))
             return {**base, **nothing, "learners": {}, "fragments": []}
         return {**base, **self.of_core(state.core, state.model, state.experts, now_s)}
 

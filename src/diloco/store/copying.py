@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from diloco.errors import ConfigError, DilocoError, NotInitialisedError, StoreEr
 from diloco.event_log import EventLog
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.records import without_members
-from diloco.run.objects import Objects
+from diloco.run.objects import Blob, Objects
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat
 from diloco.store.objects import open_store, opened, read_manifest, repeated
@@ -82,11 +82,12 @@ def _copy(
     put &= manifest.names
     epoch = max(fresh_epoch(manifest.epoch), before.epoch)
     assert manifest.record is not None
-    whole = put | _whole_names(target, manifest.names & there)
+    packs = {name for _, name in manifest.packs}
+    whole = put | _whole_names(target, manifest.names & there, packs)
     num_bytes, wanted = 0, sorted(manifest.names - {manifest.record} - whole)
     with ObjectReader(source) as reader:
         for number, name in enumerate(wanted, start=1):
-            blob = reader.read(name, reader.head(name, COPIED), COPIED).blob
+            blob = _read(reader, name, packs)
             put.add(name)
             target.put(name, blob.parts)
             num_bytes += blob.num_bytes
@@ -114,13 +115,18 @@ def _held(target: Objects, run: str) -> tuple[Manifest, str | None]:
     return (Manifest(run), None) if found is None else (Manifest.from_bytes(found.data, target.name), found.token)
 
 
-def _whole_names(target: Objects, names: Iterable[str]) -> set[str]:
+def _read(reader: ObjectReader, name: str, packs: Collection[str]) -> Blob:
+    """An object, every byte of which is verified."""
+    return reader.pack(name) if name in packs else reader.read(name, reader.head(name, COPIED), COPIED).blob
+
+
+def _whole_names(target: Objects, names: Iterable[str], packs: Collection[str]) -> set[str]:
     """Those of the names whose objects are whole."""
     found = set[str]()
     with ObjectReader(target) as reader:
         for name in names:
             with suppress(*NOT_WHOLE):
-                reader.read(name, reader.head(name, COPIED), COPIED)
+                _read(reader, name, packs)
                 found.add(name)
     return found
 

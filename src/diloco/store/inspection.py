@@ -162,6 +162,11 @@ class _Inspection:
             if manifest is not None and not manifest.fragments:
                 found.starts = True
                 return
+            for name in () if manifest is None else (name for _, name in manifest.packs):
+                try:
+                    self._reader.pack(name)
+                except NOT_WHOLE as error:  # a run goes on without it
+                    found.notes.append(Problem(name, f"{_how(error)}: groups of completions, which end as refused"))
             self._look_at_frozen()
             if found.frozen is not None:
                 found.fragments = tuple(map(self._fragment, range(len(found.frozen.layout.fragments))))

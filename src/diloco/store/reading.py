@@ -215,6 +215,13 @@ class ObjectReader:
                 raise ValueError("its epochs are of another model")
             return plain["record"], epochs
 
+    def pack(self, name: str) -> Blob:
+        """Groups of completions (`protocol.groups`)."""
+        with self.checked(name, "groups of completions"):
+            data = self.objects.get(name)
+            _require_hash(name, data)
+        return Blob(name.rpartition("-")[2], (data,))
+
     @contextmanager
     def checked(self, name: str, holds: str) -> Iterator[None]:
         """Raise DamagedObjectError where what is inside fails because of an object's content."""

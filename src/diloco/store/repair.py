@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from diloco.errors import StoreError
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.manifest import Manifest
+from diloco.protocol.manifest import KEPT_VERSIONS, Manifest
 from diloco.protocol.records import rolled_back
 from diloco.run.objects import Objects
 from diloco.store.directory import MANIFEST, OBJECTS, Directory
@@ -59,7 +59,8 @@ def _mended(objects: Objects, found: StoreState) -> Manifest:
     objects.put(name := f"{epoch}/1-{blob.hash}", blob.parts)
     return Manifest(
         found.frozen.run, found.frozen.run_id, epoch, serial=1 if before is None else before.serial + 1,
-        frozen=found.frozen_name, record=name, fragments=fragments,
+        frozen=found.frozen_name, record=name, fragments=fragments, keep=max(KEPT_VERSIONS, *map(len, fragments)),
+        packs=() if before is None else before.packs,
     )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ class Journal(Observer):
         self.merges.say()
         self._metrics.missing_events.set(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
-        if (leases := core.leases).data is not None:
+        if (leases := core.leases).data is not None and leases.data.groups is None:
             for state, units in (("done", leases.done), ("leased", leases.leased), ("returned", leases.returned)):
                 self._metrics.data_units.labels(state).set(count(units))
         for index, fragment in enumerate(core.fragments):
@@ -200,6 +200,8 @@ class Journal(Observer):
         self._metrics.set_learners(core.members.values())
 
     def data_moved(self, leases: Leases) -> None:
+        if leases.data is None or leases.data.groups is not None:  # which `Progress` counts
+            return
         self._events.append(
             events.Data(
                 passes_done=leases.passes_done, done=count(leases.done), leased=count(leases.leased),

@@ -6,6 +6,7 @@ Participation is reported beside liveness: all learners may be alive while only 
 from __future__ import annotations
 
 import threading
+from collections import Counter as Counts
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
+from diloco.events import GroupsProgress
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.protocol.in_flight import Ledger, total
 from diloco.protocol.members import Member
@@ -159,6 +161,26 @@ class SyncerMetrics(Collector):
             *(_gauges(name, text, {(): value}) for name, (text, value) in known.items() if value is not None),
             _gauges("training_loss", "Training loss of a learner, nats per token.", losses, "learner"),
             _counters("blocked_seconds", waited, blocked, "learner"),
+        ]
+
+    def set_groups(self, groups: GroupsProgress) -> None:
+        """Set the state of groups of reinforcement learning."""
+        states = {"waiting": groups.waiting, "leased": groups.leased, **groups.ended}
+        staleness = {(versions,): num for versions, num in groups.staleness.items()}
+        rewards = {(task,): reward for task, reward in groups.rewards.items()}
+        done = {
+            (worker.role, worker.name, what): getattr(worker, what)
+            for worker in groups.workers for what in ("generated", "scored", "refused")
+        }  # fmt: skip
+        live = Counts(worker.role for worker in groups.workers if worker.live)
+        summed = "Groups by state; they add up to diloco_acknowledged_groups."
+        self._snapshots["groups"] = [
+            _counters("acknowledged_groups", "Groups that were received.", {(): groups.acknowledged}),
+            _gauges("groups", summed, {(state,): num for state, num in states.items()}, "state"),
+            _counters("leased_groups", "Groups by versions of staleness when leased.", staleness, "staleness"),
+            _gauges("reward", "Mean reward of the newest groups.", rewards, "task"),
+            _gauges("workers", "Workers that are live.", {(role,): num for role, num in live.items()}, "role"),
+            _counters("worker_groups", "Groups by worker and result.", done, "role", "worker", "result"),
         ]
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco import events
 from diloco.event_log import EventLog
+from diloco.protocol.groups import ENDS
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.units import Ranges, numbers
 from diloco.run.status import state_of
@@ -91,6 +92,7 @@ class ProgressLog:
         return events.Progress(
             step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"]),
             run_id=status["run_id"], num_experts=experts["number"], untrained=experts["untrained"],
+            groups=None if status["groups"] is None else _groups(status["groups"]),
         )  # fmt: skip
 
     def write(self) -> None:
@@ -120,6 +122,8 @@ class ProgressLog:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
             blocked_s = dict(self._blocked_s)
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
+        if progress.groups is not None:
+            self._metrics.set_groups(progress.groups)
         self._metrics.set_run(
             tokens=tokens, budget_tokens=budget, held_out_loss=loss, training_losses=losses, tokens_per_s=speed,
             eta_s=eta_s, blocked_s=blocked_s,
@@ -132,6 +136,11 @@ def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgres
         silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
         experts=it["experts"] or (),
     )  # fmt: skip
+
+
+def _groups(status: Mapping[str, Any]) -> events.GroupsProgress:
+    others = {key: value for key, value in status.items() if key not in ENDS}
+    return events.GroupsProgress(ended={end: status[end] for end in ENDS}, **others)
 
 
 def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
@@ -149,4 +158,5 @@ def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
 def _marks(progress: events.Progress) -> tuple[Any, ...]:
     """The values by which two moments differ if the run has progressed."""
     learners = [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()]
-    return progress.tokens, progress.ledger, progress.untrained, learners
+    groups = None if progress.groups is None else (progress.groups.acknowledged, progress.groups.ended)
+    return progress.tokens, progress.ledger, progress.untrained, learners, groups

@@ -134,6 +134,8 @@ class SyncerValues:
                 values[name] = sum(of_each) / len(of_each)
             self._merges = []
         values |= _shares("run", _by_state(event.ledger))
+        if event.groups is not None:
+            values |= _groups(event.groups)
         for learner, it in event.learners.items():
             values |= self._learner(learner, it)
         return Point(event.step, event.t, values)
@@ -184,6 +186,13 @@ def _load(event: ev.Routed) -> dict[str, float]:
         values[f"{prefix}/idle"] = float(tokens.count(0))
         values |= {f"{prefix}/load_{expert}": number / total for expert, number in enumerate(tokens)}
     return values
+
+
+def _groups(groups: ev.GroupsProgress) -> dict[str, float]:
+    """Groups of reinforcement learning by state, and rewards by task."""
+    states = {"acknowledged": groups.acknowledged, "waiting": groups.waiting, "leased": groups.leased, **groups.ended}
+    values = {f"rl/groups_{state.replace(' ', '_')}": float(num) for state, num in states.items()}
+    return values | {f"rl/reward/{task}": reward for task, reward in groups.rewards.items()}
 
 
 def _by_state(ledger: Mapping[str, int]) -> Counter[str]:

@@ -3,7 +3,7 @@
 const MAX = { merges: 400, events: 300, points: 4000 };
 const COLOURS = ["--blue", "--red", "--green", "--pink", "--amber", "--sky", "--violet", "--olive"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const kept = { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] };
+const kept = { merges: [], events: [], loss: {}, training: {}, rewards: {}, speed: [], wire: [] };
 const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
 let story = null;
 
@@ -60,7 +60,7 @@ const merged = (before, points) => before.concat(points).sort((a, b) => a[0] - b
 
 function take(update) {
   for (const list of ["merges", "events"]) kept[list] = kept[list].concat(update[list]).slice(-MAX[list]);
-  for (const set of ["loss", "training"])
+  for (const set of ["loss", "training", "rewards"])
     for (const [name, points] of Object.entries(update[set]))
       kept[set][name] = merged(kept[set][name] ?? [], points);
   for (const list of ["speed", "wire"]) kept[list] = kept[list].concat(update[list]).slice(-MAX.points);
@@ -83,6 +83,7 @@ function show() {
   heat();
   experts();
   load();
+  groups();
   ledger();
   bytes(head);
   events();
@@ -98,7 +99,7 @@ function show() {
 function hideEmpty(head) { // a section that has nothing to show isn't there
   const any = (curves) => Object.values(curves).some((points) => points.length);
   const has = {
-    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length, load: story.load.length,
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length, load: story.load.length, groups: story.groups, rewards: any(kept.rewards),
     ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
   };
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
@@ -229,14 +230,36 @@ function load() { // of each block of a mixture
   }));
 }
 
+function parts(found, paint, told) { // of a whole: a bar, and its keys
+  const entries = Object.entries(found).filter(([, value]) => value > 0), total = entries.reduce((sum, [, value]) => sum + value, 0);
+  const bar = entries.map(([key, value]) => make("i", { style: { width: `${(100 * value) / total}%`, background: paint(key) }, title: key }));
+  const keys = entries.map(([key, value]) => make("span", {}, make("span", { class: "dot", style: { background: paint(key) } }), `${key} ${told(value, total)}`));
+  return [make("div", { class: "bar", "aria-hidden": "true" }, ...bar), make("div", { class: "keys" }, ...keys)];
+}
+
 function ledger() {
-  const total = Object.values(story.ledger).reduce((sum, tokens) => sum + tokens, 0);
   const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
-  const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0).map(([key, tokens]) => [key.replace("discarded: not merged", "not merged"), tokens]);
-  const parts = entries.map(([key, tokens]) => make("i", { style: { width: `${(100 * tokens) / total}%`, background: paint(key) }, title: key }));
-  const keys = entries.map(([key, tokens]) =>
-    make("span", {}, make("span", { class: "dot", style: { background: paint(key) } }), `${key} ${((100 * tokens) / total).toFixed(1)} %`));
-  $("ledger").replaceChildren(make("div", { class: "bar", "aria-hidden": "true" }, ...parts), make("div", { class: "keys" }, ...keys));
+  const found = Object.fromEntries(Object.entries(story.ledger).map(([key, tokens]) => [key.replace("discarded: not merged", "not merged"), tokens]));
+  $("ledger").replaceChildren(...parts(found, paint, (tokens, total) => `${((100 * tokens) / total).toFixed(1)} %`));
+}
+
+const WORKERS = ["worker", "role", "generated", "scored", "refused", "holds", "version"];
+
+function groups() { // of reinforcement learning
+  const it = story.groups;
+  if (!it) return;
+  const paint = (key) => ({ merged: "var(--merged)", waiting: "var(--pending)", leased: "var(--blue)", stale: "var(--lost)", refused: "var(--red)" })[key] ?? "var(--other)";
+  const count = (value) => value.toLocaleString();
+  const states = parts({ waiting: it.waiting, leased: it.leased, ...it.ended }, paint, count);
+  const staleness = parts(Object.fromEntries(Object.entries(it.staleness).map(([versions, num]) => [`${versions} versions old`, num])),
+    (key) => `color-mix(in srgb, var(--ink) ${90 - Math.min(70, 18 * parseInt(key))}%, transparent)`, count);
+  $("groups").replaceChildren(make("p", {}, `${count(it.acknowledged)} acknowledged; ${count(it.prompts)} prompts are generated`), ...states, ...staleness);
+  const cell = (text, index) => make("td", { "data-head": WORKERS[index], class: index > 1 ? "n" : "" }, text);
+  const rows = it.workers.map((each) => [each.live ? each.name : `${each.name} (gone)`, each.role, count(each.generated), count(each.scored), count(each.refused),
+    count(each.holds), each.versions.length ? count(each.versions.reduce((sum, version) => sum + version, 0)) : "–"]);
+  const heads = WORKERS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
+  $("workers").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell)))));
+  $("refusals").replaceChildren(...it.refusals.slice(-5).reverse().map(([worker, why]) => make("li", { class: "bad" }, `${worker}: ${why}`)));
 }
 
 function bytes(head) { // bars of true length: 49 times fewer is a sliver
@@ -287,6 +310,7 @@ function charts() {
   const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
   loss.xaxis.rangemode = "tozero";
   draw("loss", lines(kept.loss), loss);
+  draw("rewards", lines(kept.rewards), layout("groups scored", "mean reward", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
