@@ -1,4 +1,4 @@
-"""A run of reinforcement learning for tests of its workers: a served run, its task, and a learner as its trainer."""
+"""A run of reinforcement learning for tests of its workers: how it is served, and a learner as its trainer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from diloco.protocol.contribution import Budget
 from diloco.protocol.groups import Group, numbers_of
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.members import Deadlines
-from diloco.rl.settings import data_of, rules_of
-from diloco.rl.tokenizer import open_tokenizer
+from diloco.rl.settings import data_of, rules_of, tokenizer_of
 from diloco.syncer.server import Options, Syncer
 from diloco.training.model import build_model
 
@@ -42,6 +41,8 @@ num_key_value_heads = 2
 [method]
 preset = "DiLoCo"
 sync_every = 2
+[train]
+threads = 1
 [syncer]
 address = "{address}"
 lost_floor_s = 6.0
@@ -53,7 +54,7 @@ max_tokens = 6
 max_staleness = 4
 queue = 16
 [task.letters]
-source = "tests.rl.worker_run:Letters"
+source = "tests.rl.letters:Letters"
 [engine]
 prompts = 4
 """
@@ -64,28 +65,6 @@ SHORT = Deadlines(
     lost_floor_s=2.0, lost_cap_s=600.0, reconnect_floor_s=600.0, stalled_floor_s=600.0, lost_steps=1e6
 )  # fmt: skip
 """Workers are forgotten after two seconds."""
-
-
-class Letters:
-    """A task whose scores differ within most groups."""
-
-    def sample(self, seed: int) -> str:
-        return f"say {seed % 1000}: "
-
-    def score(self, prompt: Mapping[str, Any], completion: str) -> float:
-        return float(sum(map(ord, completion)) % 3)
-
-
-class Faulty(Letters):
-    """Of eight prompts one cannot be sampled, one is too long, and the scores of one are no numbers."""
-
-    def sample(self, seed: int) -> str:
-        if seed % 8 == 0:
-            raise ZeroDivisionError("no sample")
-        return super().sample(seed) * (9 if seed % 8 == 1 else 1)
-
-    def score(self, prompt: Mapping[str, Any], completion: str) -> float:
-        return float("nan") if prompt["seed"] % 8 == 2 else super().score(prompt, completion)
 
 
 class ServedRun:
@@ -103,7 +82,7 @@ class ServedRun:
 
     def rules(self, *overrides: str) -> GroupRules:
         config = self.config(*overrides)
-        return rules_of(config, open_tokenizer(config.data.tokenizer))
+        return rules_of(config, tokenizer_of(config))
 
     def groups(self) -> dict[str, Any]:
         until(lambda: self.status()["groups"] is not None, "no trainer has asked for groups")

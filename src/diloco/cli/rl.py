@@ -44,7 +44,9 @@ def roles(
     overrides: Overrides = None,
     as_json: JsonSummary = False,
 ) -> None:
-    """The roles of a run of reinforcement learning: any number of each, anywhere; a killed one is started again."""
+    """Reinforcement learning: generate, reward or train in the run that RUN_FILE describes.
+
+    Any number of processes of each role, anywhere; a killed one is started again by the same command."""
     if (local is None) == (context.invoked_subcommand is None):
         raise ConfigError("give either a role, as in diloco rl rollout RUN_FILE, or --local RUN_FILE")
     if local is None and (overrides or as_json):
