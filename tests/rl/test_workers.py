@@ -197,6 +197,15 @@ def test_bad_prompts_and_scores_end_no_worker(tmp_path: Path, caplog: pytest.Log
         assert groups["refusals"][-1][1] in caplog.text
 
 
+def test_prompts_beyond_the_models_context_are_refused_alone(tmp_path: Path) -> None:
+    context = {"num_hidden_layers = 1": "num_hidden_layers = 1\nmax_position_embeddings = 14"}
+    with served(tmp_path, context) as run, Trainer(run, trains=False), Workers() as workers:
+        workers.start(run_rollout, run.config(), "paris")
+        run.until_made(4)
+        assert run.worker("rollout", "paris")["refused"] > 0
+        assert "exceed the 14 tokens" in run.groups()["refusals"][-1][1]
+
+
 def test_a_worker_with_other_settings_or_the_name_of_another_ends(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False), Workers() as workers:
         run.groups()

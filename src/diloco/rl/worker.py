@@ -60,7 +60,6 @@ UPLOADS, SENDING = 12, 24
 AWAY = (UnreachableError, StoreError)
 """Errors of a syncer that may answer the same call later."""
 
-
 SAY_S = 5.0
 """Between two lines about a worker's progress."""
 
