@@ -568,7 +568,8 @@ class Groups:
         if (rules := self.rules) is None:
             return None
         return {
-            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue, "max_staleness": rules.max_staleness,
+            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue,
+            "max_staleness": rules.max_staleness,
             "staleness": {str(versions): num for versions, num in sorted(self.staleness.items())},
             "rewards": {name: task.mean for name, task in self.tasks.items()},
             "scored": {name: task.num for name, task in self.tasks.items()},
