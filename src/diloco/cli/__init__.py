@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "doctor": "Check this machine (torch, GPU, disk, packages, connection to the syncer): what would fail, what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
+    "rl": "Reinforcement learning: generate, reward or train in the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "admin": "Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.",
     "page": "Ask a live run's syncer for a single-use link to its page.",

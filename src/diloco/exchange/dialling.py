@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 
 from diloco.errors import AuthError, PayloadError, StandbyError, UnreachableError
 from diloco.escaping import read_json
@@ -17,6 +18,16 @@ from diloco.protocol.session.lanes import address_of
 
 BULK = ("contributions", "updates", "joins")
 """Channels of requests that go to the syncer that serves the run."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the syncers of a run are called, and with which keys; as in `connect`."""
+
+    addresses: str
+    run: str
+    keys: AnyKeys | None
+    insecure: bool
 
 
 class Dialler:

@@ -67,7 +67,7 @@ class SyncerSource:
             As `dialling.found`.
         """
         request = pb.ManifestRequest(run=self._run)
-        reply = self._answer(lambda syncer: syncer.call("control", "Manifest", request, pb.ManifestReply))
+        reply = self.answer(lambda syncer: syncer.call("control", "Manifest", request, pb.ManifestReply))
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
@@ -85,11 +85,11 @@ class SyncerSource:
         request = pb.PullRequest(run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop))
         lane = self._lanes.get()
         try:
-            return self._answer(lambda syncer: syncer.pull(lane, request, method="Read")[1])
+            return self.answer(lambda syncer: syncer.pull(lane, request, method="Read")[1])
         finally:
             self._lanes.put(lane)
 
-    def _answer(self, ask: Callable[[Connection], T]) -> T:
+    def answer(self, ask: Callable[[Connection], T]) -> T:
         """The answer of the syncer that serves the run: of the one before, or else of the one that is found."""
         asked = self._syncers.current
         try:

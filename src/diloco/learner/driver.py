@@ -6,6 +6,7 @@ It runs at the boundaries between inner steps: send the fragments that are due, 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -233,11 +234,14 @@ class LearnerDriver:
             if ask is not None:
                 self.exchange.ask(ask)
 
-    def wait_for_units(self, missing: Callable[[], bool]) -> None:
-        """Block while units are `missing`; a new incarnation requests them again."""
+    def wait_for_units(self, missing: Callable[[], bool], *, poll_s: float = math.inf) -> None:
+        """Block while units are `missing`; a new incarnation requests them again.
+
+        `poll_s`: how often to look where not only events of the exchange change that.
+        """
 
         def wait(timeout_s: float) -> None:
-            self._wait(timeout_s)
+            self._wait(min(timeout_s, poll_s))
             self.lease()
 
         def reason() -> str:

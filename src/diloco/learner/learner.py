@@ -89,7 +89,7 @@ class Learner:
             re-warmed. A learner that resumes, or joins before the first version, does not re-warm.
 
     Attributes:
-        model, optimizer: as given.
+        model, optimizer, exchange: as given.
         resumed: whether the learner continues exactly from the state to resume; None: without such a state.
 
     Raises:
@@ -126,7 +126,7 @@ class Learner:
         resume: Mapping[str, Any] | None = None,
         rewarm_steps: int | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.exchange = model, optimizer, exchange
         self._root, self._optimizers = joined(model), listed(optimizer)
         self._sharded = fsdp_modules(self._root)
         reshard(self._sharded)

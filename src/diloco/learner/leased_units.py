@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from diloco.learner.driver import LearnerDriver
 from diloco.protocol.leases import MAX_ASKED, DataSet
 from diloco.protocol.unit_queue import UnitQueue
+from diloco.protocol.units import Ranges
+
+POLL_S, END_POLL_S = 0.05, 1.0
+"""How often a wait looks for what is no event of the exchange: its condition, and the end of the run."""
 
 
 class LeasedUnits:
     """The leased units of one learner, from `Learner.lease`; all its ranks draw and take the same ones in order."""
 
     def __init__(self, driver: LearnerDriver, data: DataSet, num_ahead: int) -> None:
-        self._driver = driver
+        self._driver, self._are_groups = driver, data.groups is not None
         self._queue = driver.units = UnitQueue(data, min(num_ahead, MAX_ASKED))
 
+    @property
+    def incarnation(self) -> int:
+        """The learner's, to which the units are leased."""
+        return self._driver.incarnation
+
+    def has(self, num: int) -> bool:
+        """Whether `draw` returns at once."""
+        return self._queue.has(num)
+
     def draw(self, num: int) -> list[int]:
-        """The next `num` units, or those that are left; none at the end of the data, or if others lease the rest.
+        """The next `num` units, or those that are left; none at the end of the data, or if others lease the rest. Of
+        groups, fewer at the end of the run only.
 
         Units are requested ahead; blocks if these have not arrived in time.
         """
-        self._driver.lease(at_least=num)
-        self._driver.wait_for_units(lambda: not self._queue.has(num))
+        driver, poll_s = self._driver, END_POLL_S if self._are_groups else math.inf
+        driver.lease(at_least=num)
+        driver.wait_for_units(lambda: not self.has(num) and not (self._are_groups and driver.is_done), poll_s=poll_s)
         units = self._queue.draw(num)
-        self._driver.lease()
+        driver.lease()
         return units
 
-    def take(self) -> None:
-        """Count the oldest batch drawn as trained by the next `Learner.step`, alone or with other batches."""
-        self._queue.take()
+    def take(self, without: Ranges = ()) -> Ranges:
+        """Count the oldest batch drawn as trained by the next `Learner.step`, alone or with other batches.
+
+        Arguments:
+            without: units of it that are not trained.
+
+        Returns:
+            The others that are leased to this learner: after an eviction, the rest may be another's.
+        """
+        self._driver.lease()
+        self._driver.wait_for_units(lambda: not self._queue.is_sure)
+        return self._queue.take(without)
 
     def put_back(self) -> None:
         """Return batches that were drawn and not taken, to be drawn again; those of an earlier incarnation are claimed
@@ -36,3 +63,11 @@ class LeasedUnits:
             self._driver.lease()
             self._driver.wait_for_units(lambda: not self._queue.is_sure)
             self._queue.put_back()
+
+    def wait_while(self, is_waiting: Callable[[], bool]) -> None:
+        """Block, and handle the exchange's events meanwhile; ends at once if the learner was told to leave the run.
+
+        Raises:
+            StoppedError: the learner was interrupted.
+        """
+        self._driver.wait_for_units(is_waiting, poll_s=POLL_S)

@@ -74,7 +74,7 @@ class Work:
         digest: of the worker's settings, as `GroupRules.digest`.
         holds: prompts (of a rollout worker) or groups that it has and works on.
         wants: how many more it can take.
-        scores: of groups that it is done with.
+        scores: of groups that it is done with; of a rollout worker, the prompts that it can make no group of.
         refusals: what it could not do since its last message, as sentences, for people.
     """
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from diloco.protocol.leases import Ask, DataSet, Grant
-from diloco.protocol.units import Ranges, common, ranges_of, union
+from diloco.protocol.units import Ranges, common, minus, ranges_of, union
 
 
 class UnitQueue:
@@ -113,10 +113,13 @@ class UnitQueue:
             self._held.extendleft(reversed(its))
         self._drawn.clear()
 
-    def take(self) -> None:
-        """Record that the training loop has received the oldest drawn batch."""
-        self._taken = union(self._taken, self._drawn.popleft())
+    def take(self, without: Ranges = ()) -> Ranges:
+        """Record that the training loop has received the oldest drawn batch, `without` some of its units. Returns the
+        others; after `is_sure`, they are leased to this incarnation."""
+        units = minus(self._drawn.popleft(), without)
+        self._taken = union(self._taken, units)
         self._num_taken += 1
+        return units
 
     def trained(self) -> Ranges | None:
         """Record a step on all units taken since the previous one. Return those that are leased to this incarnation;

@@ -1,8 +1,9 @@
 """The inner step: forward, backward, clip, optimizer. No other learner takes part in it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from diloco.training.expert_parallel import clip_gradients
 from diloco.training.held_out import next_token_loss
 from diloco.training.mixture import auxiliary_loss
 from diloco.training.rank_group import synchronised
+
+P = TypeVar("P")
 
 
 @contextmanager
@@ -76,19 +79,32 @@ class InnerStep:
 
         `lr_factor` scales the peak learning rate of every parameter group in this step.
         """
+
+        def losses(part: Tensor) -> tuple[Tensor, Tensor]:
+            output = self._model(input_ids=part[:, :-1], use_cache=False, **self._arguments)
+            loss = next_token_loss(output.logits, part[:, 1:]) / self._accumulate
+            return loss, loss + self._auxiliary * output.aux_loss / self._accumulate if self._auxiliary else loss
+
+        parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
+        return self.run_parts(parts, losses, lr_factor)
+
+    def run_parts(
+        self, parts: Sequence[P], losses: Callable[[P], tuple[Tensor, Tensor]], lr_factor: float
+    ) -> StepResult:  # fmt: skip
+        """As `run`, on micro-batches whose losses add up to that of the step.
+
+        Arguments:
+            losses: of a part: the one to report, and the one to minimise.
+        """
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
         with flushed_denormals(self._flush), self._without_excluded():
-            parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
             for part in parts:
                 with synchronised(self._model, last=part is parts[-1]):
                     with self._precision():
-                        output = self._model(input_ids=part[:, :-1], use_cache=False, **self._arguments)
-                        loss = next_token_loss(output.logits, part[:, 1:]) / self._accumulate
-                        total += loss.detach()
-                        if self._auxiliary:
-                            loss = loss + self._auxiliary * output.aux_loss / self._accumulate
+                        reported, loss = losses(part)
+                        total += reported.detach()
                     loss.backward()
         norm = self._update()
         self._optimizer.zero_grad()

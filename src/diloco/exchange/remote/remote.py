@@ -25,7 +25,7 @@ from diloco.core.global_fragment import AppliedUpdate
 from diloco.core.method import Method
 from diloco.errors import ConfigError, ExchangeError, PayloadError, StoppedError, translated
 from diloco.exchange.base import Event, FlatModel, Overview, ShardedExchange, StartingState
-from diloco.exchange.dialling import Dialler, dialler
+from diloco.exchange.dialling import Dialler, Door, dialler
 from diloco.exchange.key_pair import find_keys, learner_of
 from diloco.exchange.lanes import CommandLanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
@@ -123,11 +123,16 @@ def connect(
         seen=None if initialise is True else seen,
         join_timeout_s=join_timeout_s,
         tokens_per_step=tokens_per_step,
+        door=Door(address, run, own, insecure),
     )
 
 
 class Remote(ShardedExchange):
-    """One learner's end of a run that a syncer serves; `connect` makes it."""
+    """One learner's end of a run that a syncer serves; `connect` makes it.
+
+    Attributes:
+        door: for calls of others than the learner, on connections of their own.
+    """
 
     gradients = False
     dials_out = True
@@ -143,7 +148,9 @@ class Remote(ShardedExchange):
         seen: Lineage | None = None,
         join_timeout_s: float | None = None,
         tokens_per_step: int | None = None,
+        door: Door | None = None,
     ) -> None:
+        self.door = door
         self._tokens_per_step = tokens_per_step
         self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
         self._run, self._claim = run, Claim(learner, process=secrets.randbits(64), seen=seen)

@@ -1,0 +1,175 @@
+"""`diloco rl`: the roles of a run of reinforcement learning."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, with_keys
+from diloco.cli._output import print_result
+from diloco.cli._signals import ending_by_signals, interrupted_by_signals
+from diloco.config import load_config
+from diloco.errors import ConfigError, StoreError, UnreachableError, translated
+from diloco.escaping import log_plainly
+
+if TYPE_CHECKING:
+    from diloco.demo.processes import DemoProcesses
+
+POLL_S, SAY_S = 0.2, 5.0
+"""Of `--local`: between two looks at the processes, and between two lines."""
+
+RESTART_AFTER_S = 1.0
+
+Name = Annotated[str | None, typer.Option(help="Name of this process in the run; default: its role and -0.")]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def roles(
+    context: typer.Context,
+    local: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FILE",
+            help="Start the trainers, a rollout and a reward worker on this machine, and a syncer where none answers; "
+            "their output is in the folder logs of the run's directory.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: JsonSummary = False,
+) -> None:
+    """Reinforcement learning: generate, reward or train in the run that RUN_FILE describes.
+
+    Any number of processes of each role, anywhere; a killed one is started again by the same command."""
+    if (local is None) == (context.invoked_subcommand is None):
+        raise ConfigError("give either a role, as in diloco rl rollout RUN_FILE, or --local RUN_FILE")
+    if local is None and (overrides or as_json):
+        raise ConfigError("--set and --json belong behind the role; move them there")
+    if local is not None:
+        _run_all(local, list(overrides or ()), as_json)
+
+
+@app.command()
+def rollout(
+    run_file: RunFile, name: Name = None, keys: Keys = None, overrides: Overrides = None, as_json: JsonSummary = False
+) -> None:  # fmt: skip
+    """Generate groups of completions with the newest version of the run, until it ends."""
+    from diloco.rl.rollout import run_rollout
+
+    say = _sayer(as_json)
+    _work("rollout-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_rollout, say=say))
+
+
+@app.command()
+def reward(
+    run_file: RunFile, name: Name = None, keys: Keys = None, overrides: Overrides = None, as_json: JsonSummary = False
+) -> None:  # fmt: skip
+    """Score groups, until the run ends."""
+    from diloco.rl.reward import run_reward
+
+    say = _sayer(as_json)
+    _work("reward-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_reward, say=say))
+
+
+@app.command()
+def trainer(
+    run_file: RunFile, name: Name = None, keys: Keys = None, overrides: Overrides = None, as_json: JsonSummary = False
+) -> None:  # fmt: skip
+    """Train on scored groups as a learner of the run; the first one gives the run its model."""
+    from diloco.rl.trainer import run_trainer
+    from diloco.training.progress import make_progress
+
+    progress = make_progress(sys.stderr if as_json else sys.stdout, SAY_S)
+    _work("trainer-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_trainer, progress=progress))
+
+
+def _work(
+    default: str, name: str | None, run_file: Path, overrides: list[str], as_json: bool, run: Callable[..., Any]
+) -> None:  # fmt: skip
+    """Run a role in this process, under the name `default` or `name`."""
+    from diloco.training.spec import StopRequest
+
+    log_plainly()
+    name = name or default
+    config, stop = load_config(run_file, overrides, learner=name), StopRequest()
+    with ending_by_signals(stop.set, "what is leased is given back"):
+        result = run(config, name, stop=stop)
+    print_result(as_json, asdict(result), f"{name}: {result.reason}")
+
+
+def _sayer(as_json: bool) -> Callable[[str], None]:
+    out = sys.stderr if as_json else sys.stdout
+    return lambda line: print(line, file=out, flush=True)
+
+
+# --- all roles on this machine ----------------------------------------------------------------------------------------
+
+
+def _run_all(run_file: Path, overrides: list[str], as_json: bool) -> None:
+    from diloco.demo.processes import DemoProcesses
+    from diloco.exchange.dialling import fetch_status
+    from diloco.rl.settings import table_of
+
+    config, say = load_config(run_file, overrides), _sayer(as_json)
+    table, options = table_of(config), [text for each in overrides for text in ("--set", each)]
+    with translated(OSError, StoreError, f"cannot write to {config.dir}", "choose another [run] dir"):
+        config.dir.mkdir(parents=True, exist_ok=True)
+
+    def status() -> Mapping[str, Any] | None:
+        try:
+            return fetch_status(
+                config.syncer.address, run=config.run.name, keys=config.syncer.keys, insecure=config.syncer.insecure
+            )
+        except UnreachableError:
+            return None
+
+    with interrupted_by_signals(), DemoProcesses(config.dir) as family:
+        own_syncer = status() is None
+        if own_syncer:
+            family.start("syncer", "syncer", str(run_file), *options, serves=True, restart_after_s=RESTART_AFTER_S)
+        roles = [("trainer", number) for number in range(config.run.learners)]
+        roles += [("rollout", 0), *([("reward", 0)] if table.reward == "workers" else [])]
+        names = [f"{role}-{number}" for role, number in roles]
+        for name, (role, _) in zip(names, roles, strict=True):
+            family.start(name, "rl", role, str(run_file), "--name", name, *options, restart_after_s=RESTART_AFTER_S)
+        last = _watch(family, names, status, say)
+        if own_syncer:
+            family.stop("syncer")
+    print_result(as_json, {"run": config.run.name, **last}, f"{config.run.name}: over; {_line(last)}")
+
+
+def _watch(
+    family: "DemoProcesses", names: list[str], status: Callable[[], Mapping[str, Any] | None],
+    say: Callable[[str], None],
+) -> Mapping[str, Any]:  # fmt: skip
+    """Watch the processes until these have ended, and say how the run is; returns its last status."""
+    last: Mapping[str, Any] = {}
+    said_at = time.monotonic()
+    while not family.are_done(*names):
+        family.watch()
+        if time.monotonic() - said_at >= SAY_S:
+            said_at = time.monotonic()
+            last = _counts(status()) or last
+            say(_line(last))
+        time.sleep(POLL_S)
+    return _counts(status()) or last
+
+
+def _counts(status: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a line about the run needs; empty: the syncer does not answer."""
+    return {} if status is None else {key: status[key] for key in ("step", "groups")}
+
+
+def _line(counts: Mapping[str, Any]) -> str:
+    """The state of a run for people."""
+    groups = counts.get("groups")
+    if groups is None:
+        return "no trainer has joined yet"
+    rewards = "".join(f", mean reward of {task} {mean:.3f}" for task, mean in sorted(groups["rewards"].items()))
+    return f"step {counts['step']:,}: {groups['acknowledged']:,} groups made, {groups['merged']:,} merged{rewards}"
