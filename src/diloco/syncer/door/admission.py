@@ -21,7 +21,7 @@ from diloco.errors import UnreachableError
 from diloco.exchange.wire.rpc import abort, path
 from diloco.syncer.keys.certificates import UNKNOWN, Caller
 
-Kind = Literal["control", "writes", "groups", "watches", "transfers", "reads"]
+Kind = Literal["control", "writes", "work", "groups", "watches", "transfers", "reads"]
 Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
@@ -41,13 +41,14 @@ class Limits:
 LIMITS: Mapping[Kind, Limits] = {
     "control": Limits(64, 512),
     "writes": Limits(64, 512),
+    "work": Limits(64, 1024),
     "groups": Limits(64, 512),
     "watches": Limits(512, 512),
     "transfers": Limits(256, 256),
     "reads": Limits(32, 256),
 }
-"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave), and of "groups" (of workers of reinforcement
-learning), are answered once their change is durable, however long the disk refuses. Each learner has one "watch" while
+"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave), and of "work" and "groups" (of workers of
+reinforcement learning, which are heard by the first), are answered once their change is durable, however long the disk refuses. Each learner has one "watch" while
 it trains. Followers only have "reads", each of a few megabytes: more of them wait for a thread, or are refused and come
 again."""
 

@@ -43,7 +43,7 @@ class WorkerCalls:
     def handlers(self) -> Mapping[str, tuple[Kind, Call]]:
         """By method."""
         return {
-            "Work": self.guard.unary("Work", self.work, pb.WorkRequest, "groups", MAX_MESSAGE_BYTES),
+            "Work": self.guard.unary("Work", self.work, pb.WorkRequest, "work", MAX_MESSAGE_BYTES),
             "Group": self.guard.unary("Group", self.group, pb.GroupRequest, "groups", MAX_MESSAGE_BYTES),
         }
 
