@@ -48,9 +48,9 @@ LIMITS: Mapping[Kind, Limits] = {
     "reads": Limits(32, 256),
 }
 """Calls of "control" are short. Those of "writes" (Join, Lease, Leave), and of "work" and "groups" (of workers of
-reinforcement learning, which are heard by the first), are answered once their change is durable, however long the disk refuses. Each learner has one "watch" while
-it trains. Followers only have "reads", each of a few megabytes: more of them wait for a thread, or are refused and come
-again."""
+reinforcement learning, which are heard by the first), are answered once their change is durable, however long the disk
+refuses. Each learner has one "watch" while it trains. Followers only have "reads", each of a few megabytes: more of
+them wait for a thread, or are refused and come again."""
 
 BOUND_SHARE, SHARE = 4, 2
 """A caller that speaks for one learner gets at most a quarter of the threads of a kind, any other caller half. Without
