@@ -148,7 +148,7 @@ def test_a_group_whose_bytes_are_damaged_is_refused(tmp_path: Path) -> None:
             [number] = rollout.make(1)
             until(lambda: groups_of(syncer)["leased"] == 2, "the trainer leases nothing ahead")
             group = syncer.driver.ask(lambda driver: driver.core.groups.groups[number])
-            name = dict(syncer.driver.hosted.manifest.packs)[group.pack]
+            name = dict(syncer.driver.manifest.packs)[group.pack]
             [path] = (tmp_path / "state").rglob(name.rpartition("/")[2] + "*")
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
@@ -166,21 +166,41 @@ def test_a_group_whose_bytes_are_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_evicted_trainer_goes_on_as_a_new_incarnation(tmp_path: Path) -> None:
-    with served(tmp_path, 2, "rl.groups_per_step=2") as (syncer, config):
+    with served(tmp_path, 2, "rl.groups_per_step=2", "run.steps=100") as (syncer, config):
         with Rollout(syncer, config).working(), trained(config) as (learner, policy, iterator):
-            incarnation = learner.metrics()["incarnation"]
+            incarnations = set[int]()
             for step, found in enumerate(iterator, 1):
                 policy.step(found, step)
                 if step in (3, 6):
                     fall_silent(syncer, "a")  # in the middle of a round, with groups leased ahead
                 learner.step(tokens=found.num_tokens)
-                if step == 8:
+                incarnations.add(learner.metrics()["incarnation"])
+                if step >= 12 and len(incarnations) == 3:
                     break
-            assert learner.metrics()["incarnation"] > incarnation
             learner.finish()
         groups = groups_of(syncer)
+        [fragment] = syncer.driver.ask(lambda driver: driver.status())["fragments"]
         assert groups["leased"] == 0
-        assert groups["merged"] >= 8
+        assert groups["merged"] >= 2 * 2  # a round at least
+        assert fragment["ledger"]["merged"] == 8 * groups["merged"]  # nothing was trained twice
+
+
+def test_groups_that_were_asked_for_as_an_ended_incarnation_are_read_as_the_next_one(tmp_path: Path) -> None:
+    with served(tmp_path, 1) as (syncer, config), ThreadPoolExecutor() as pool:
+        rollout = Rollout(syncer, config)
+        with trained(config) as (learner, policy, iterator):
+            incarnation = learner.metrics()["incarnation"]
+            first = pool.submit(next, iterator)
+            rollout.make(2)
+            policy.step(first.result(), 1)
+            until(lambda: groups_of(syncer)["leased"] == 2, "the trainer leases nothing ahead")
+            learner.step(tokens=8)
+            fall_silent(syncer, "a")
+            policy.step(next(iterator), 2)
+            assert learner.metrics()["incarnation"] > incarnation
+            learner.step(tokens=8)
+            groups = groups_of(syncer)
+            assert (groups["acknowledged"], groups["merged"]) == (2, 2)
 
 
 def test_what_cannot_train_on_groups_is_refused(tmp_path: Path) -> None:

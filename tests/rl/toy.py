@@ -66,7 +66,8 @@ def config_of(*overrides: str) -> RunConfig:
 @contextmanager
 def served(tmp_path: Path, sync_every: int, *overrides: str) -> Iterator[tuple[Syncer, RunConfig]]:
     """A syncer of the toy run, and its run file."""
-    options = Options("127.0.0.1:0", tmp_path / "state", deadlines=PATIENT, budget=Budget(10**6, 6))
+    run = config_of(*overrides).run
+    options = Options("127.0.0.1:0", tmp_path / "state", deadlines=PATIENT, budget=Budget(run.tokens, run.steps))
     with Syncer(RUN, diloco.DiLoCo(sync_every=sync_every), options) as syncer:
         yield syncer, config_of(f'syncer.address="{syncer.address}"', *overrides)
 

@@ -10,8 +10,8 @@ from diloco.protocol.leases import MAX_ASKED, DataSet
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import Ranges
 
-POLL_S, END_POLL_S = 0.05, 1.0
-"""How often a wait looks for what is no event of the exchange: its condition, and the end of the run."""
+END_POLL_S = 1.0
+"""How often a wait for groups looks for the end of the run, which is no event of the exchange."""
 
 
 class LeasedUnits:
@@ -52,22 +52,28 @@ class LeasedUnits:
         Returns:
             The others that are leased to this learner: after an eviction, the rest may be another's.
         """
-        self._driver.lease()
-        self._driver.wait_for_units(lambda: not self._queue.is_sure)
+        self.confirm()
         return self._queue.take(without)
 
     def put_back(self) -> None:
         """Return batches that were drawn and not taken, to be drawn again; those of an earlier incarnation are claimed
         first."""
         if self._queue.has_drawn:
-            self._driver.lease()
-            self._driver.wait_for_units(lambda: not self._queue.is_sure)
+            self.confirm()
             self._queue.put_back()
 
-    def wait_while(self, is_waiting: Callable[[], bool]) -> None:
-        """Block, and handle the exchange's events meanwhile; ends at once if the learner was told to leave the run.
+    def confirm(self) -> None:
+        """Block until drawn units are leased to this incarnation, which claims those of an earlier one."""
+        self._driver.lease()
+        self._driver.wait_for_units(lambda: not self._queue.is_sure)
+
+    def wait_while(self, is_waiting: Callable[[], bool], *, poll_s: float = math.inf) -> None:
+        """Block, and handle the exchange's events; ends at once if the learner was told to leave the run.
+
+        Arguments:
+            poll_s: how long to wait for an event before `is_waiting` is called again.
 
         Raises:
             StoppedError: the learner was interrupted.
         """
-        self._driver.wait_for_units(is_waiting, poll_s=POLL_S)
+        self._driver.wait_for_units(is_waiting, poll_s=poll_s)
