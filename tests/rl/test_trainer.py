@@ -11,14 +11,16 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.rl.toy import Rollout, config_of, group_of, groups_of, served
-from tests.syncer.runs import fall_silent
+from tests.syncer.runs import fall_silent, num_live
 from torch import Tensor
 
 import diloco
 from diloco.config import RunConfig
 from diloco.errors import ConfigError
+from diloco.protocol.steering import Order
 from diloco.rl.batching import Batch, Scored, batch_of, batches
 from diloco.rl.trainer import Policy, run_trainer
+from diloco.training.spec import StopRequest
 
 
 def batch(*rewards: tuple[float, ...]) -> Batch:
@@ -109,6 +111,20 @@ def test_two_trainers_train_a_run_and_every_group_is_accounted_for(tmp_path: Pat
         assert a.tokens == b.tokens == 6 * 2 * 8
         assert a.metrics["ledger"][0]["merged"] == a.tokens
         assert a.metrics["reward"] == 0.25
+
+
+def test_a_trainer_that_waits_for_groups_stops_and_ends_with_the_run(tmp_path: Path) -> None:
+    with served(tmp_path, 1) as (syncer, config), ThreadPoolExecutor() as pool:
+        stop = StopRequest()
+        waiting = pool.submit(run_trainer, config, "a", stop=stop)
+        until(lambda: num_live(syncer) == 1, "the trainer does not join")
+        stop.set()
+        assert waiting.result().reason == "stopped"
+
+        waiting = pool.submit(run_trainer, config, "a")
+        until(lambda: num_live(syncer) == 1, "the trainer does not join again")
+        syncer.driver.ask(lambda driver: driver.steer(Order("end"), "test", lambda _: None))
+        assert waiting.result().reason == "drained"
 
 
 @contextmanager

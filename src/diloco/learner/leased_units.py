@@ -30,15 +30,25 @@ class LeasedUnits:
         """Whether `draw` returns at once."""
         return self._queue.has(num)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's budget is spent, as far as is known."""
+        return self._driver.is_done
+
     def draw(self, num: int) -> list[int]:
         """The next `num` units, or those that are left; none at the end of the data, or if others lease the rest. Of
-        groups, fewer at the end of the run only.
+        groups, fewer only if none follow: the run is over, or has no place for this learner.
 
         Units are requested ahead; blocks if these have not arrived in time.
         """
         driver, poll_s = self._driver, END_POLL_S if self._are_groups else math.inf
+
+        def is_missing() -> bool:
+            ends = self._are_groups and (self.is_over or driver.exchange.overview.drained)
+            return not self.has(num) and not ends
+
         driver.lease(at_least=num)
-        driver.wait_for_units(lambda: not self.has(num) and not (self._are_groups and driver.is_done), poll_s=poll_s)
+        driver.wait_for_units(is_missing, poll_s=poll_s)
         units = self._queue.draw(num)
         driver.lease()
         return units

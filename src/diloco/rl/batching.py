@@ -160,7 +160,7 @@ def _iterate(
         return _Load(drawn, units.incarnation, pool.submit(reader.read, drawn, units.incarnation, reasons))
 
     with ThreadPoolExecutor(1, "diloco-groups") as pool, closing(reader):
-        while True:
+        while not (units.is_over or learner.drained):
             if not ahead and len(drawn := units.draw(num)) < num:
                 return
             now = ahead.popleft() if ahead else load(drawn)

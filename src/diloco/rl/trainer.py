@@ -24,6 +24,7 @@ import diloco
 from diloco.config import RlTable, RunConfig
 from diloco.errors import ConfigError, StoppedError, UnreachableError
 from diloco.exchange.dialling import dialler, found
+from diloco.learner.experts import mixture_blocks
 from diloco.learner.learner import FINISH_TIMEOUT_S, Learner
 from diloco.rl.batching import Batch, batches
 from diloco.rl.loss import PRESETS, Loss, policy_loss, token_log_probs
@@ -39,6 +40,9 @@ from diloco.training.optimizers import lr_factor, make_optimizer, untrained_para
 from diloco.training.progress import ProgressDisplay, status_line
 from diloco.training.rank_group import choose_device
 from diloco.training.spec import StopRequest, Summary
+
+BLOCK = 1024
+"""Tokens whose logits are in memory in fp32 at a time."""
 
 
 def run_trainer(
@@ -87,17 +91,17 @@ def _train(config: RunConfig, learner: Learner, policy: Policy, reports: Reports
         while not (reason := ended()):
             try:
                 if (batch := next(iterator, None)) is None:
-                    reason = ended() or "budget"
+                    reason = ended() or "drained"
                     break
                 step = learner.steps + 1
-                result = policy.step(batch, step)
+                lr, result = learner.lr_factor * policy.lr(step), policy.step(batch, step)
                 learner.step(tokens=batch.num_tokens)
             except StoppedError:
                 if not stop.is_set:
                     raise
                 continue
             num_steps += 1
-            reports.stepped(step, batch, result, policy.lr(step))
+            reports.stepped(step, batch, result, lr)
     seconds = time.perf_counter() - began_at
     # By tokens it ends at an estimate of the others', so that the syncer's count may be lower yet.
     leaves_early = reason in ("stopped", "drained")
@@ -181,6 +185,8 @@ class Policy:
         model: nn.Module = build_model(config.model, tokenizer.vocab_size, context, config.run.seed)
         self.model = model.to(device).eval()
         self._device = device
+        if any(True for _ in mixture_blocks(model)):
+            raise ConfigError("a trainer of [rl] does not train mixtures of experts; choose a dense [model]")
         if table.supervised_steps and (begins or self._loss.kl):
             loss = supervised_start(self.model, config, tokenizer, device)
             say(f"made the first model: loss {loss:.3f} on answers after {table.supervised_steps} supervised steps")
@@ -210,18 +216,23 @@ class Policy:
         return (Part(*each) for each in zip(*chunks, strict=True))
 
     def _losses(self, part: Part, batch: Batch) -> tuple[Tensor, Tensor]:
-        table, log_probs = self._table, self._log_probs(self.model, part.tokens)
+        table, log_probs = self._table, self._log_probs(self.model, part)
         with torch.no_grad():
-            reference = None if self.reference is None else self._log_probs(self.reference, part.tokens)
+            reference = None if self.reference is None else self._log_probs(self.reference, part)
         loss, _ = policy_loss(
             log_probs, log_probs, part.rollout_log_probs, reference, part.advantages, part.mask, self._loss,
             num_tokens=batch.num_tokens, num_sequences=len(batch.tokens), max_tokens=table.max_tokens,
         )  # fmt: skip
         return loss, loss
 
-    def _log_probs(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # padding on the right changes none before it
-        return token_log_probs(logits, tokens[:, 1:], self._table.temperature)
+    def _log_probs(self, model: nn.Module, part: Part) -> Tensor:
+        """Log-probabilities of completions' tokens, and 0 at all other positions, fp32 [n, T − 1]."""
+        where = part.mask.bool()
+        # The padding is on the right, so that no other position depends on it.
+        logits = model(input_ids=part.tokens[:, :-1], use_cache=False).logits[where].split(BLOCK)
+        blocks = zip(logits, part.tokens[:, 1:][where].split(BLOCK), strict=True)
+        found = [token_log_probs(its[None], tokens[None], self._table.temperature)[0] for its, tokens in blocks]
+        return torch.zeros_like(part.mask).masked_scatter(where, torch.cat(found))
 
 
 @dataclass(frozen=True, eq=False)
