@@ -186,6 +186,8 @@ def _result(units: LeasedUnits, load: _Load) -> tuple[dict[int, Scored], dict[in
     """The groups of a batch, and why others cannot be used; None: the learner was evicted, and has a new incarnation by
     now or was told to leave the run."""
     units.wait_while(lambda: not wait([load.read], POLL_S).done, poll_s=0.0)
+    if not load.read.done():
+        return None
     try:
         return load.read.result()
     except StaleIncarnationError:

@@ -76,7 +76,7 @@ def run_trainer(
 
 
 def _train(config: RunConfig, learner: Learner, policy: Policy, reports: Reports, stop: StopRequest) -> Summary:
-    run, reason, began_at, num_steps = config.run, "", time.perf_counter(), 0
+    run, reason, began_at = config.run, "", time.perf_counter()
 
     def ended() -> str:
         ends = {
@@ -100,16 +100,15 @@ def _train(config: RunConfig, learner: Learner, policy: Policy, reports: Reports
                 if not stop.is_set:
                     raise
                 continue
-            num_steps += 1
             reports.stepped(step, batch, result, lr)
     seconds = time.perf_counter() - began_at
     # By tokens it ends at an estimate of the others', so that the syncer's count may be lower yet.
     leaves_early = reason in ("stopped", "drained")
     learner.finish(0.0 if leaves_early else FINISH_TIMEOUT_S, ends_run=reason == "budget" or None)
-    metrics = learner.metrics()
+    metrics = {**learner.metrics(), "digests": list(learner.digests), "reward": reports.reward}
     return Summary(
-        learner.name, "learner", reason, learner.steps, metrics["tokens"], learner.run_tokens, None, seconds,
-        seconds / max(1, num_steps), "", {**metrics, "digests": list(learner.digests), "reward": reports.reward},
+        learner.name, "learner", reason, learner.steps, reports.tokens, learner.run_tokens, None, seconds,
+        seconds / max(1, reports.num_steps), "", metrics,
     )  # fmt: skip
 
 
@@ -305,23 +304,24 @@ class Reports:
     """Reports of a trainer: to the syncer, to trackers, and to people.
 
     Attributes:
+        num_steps, tokens: steps of this process, and the tokens of completions that it has trained.
         reward: mean over the groups of the last steps (weight of the newest: 1/10). Groups of equal rewards are not
             among them.
     """
 
     def __init__(self, config: RunConfig, learner: Learner, progress: ProgressDisplay, feed: Feed | None) -> None:
         self._config, self._learner, self._progress, self._feed = config, learner, progress, feed
-        self._num_steps, self.reward, self._began_at = 0, 0.0, time.perf_counter()
+        self.num_steps, self.tokens, self.reward, self._began_at = 0, 0, 0.0, time.perf_counter()
 
     def stepped(self, step: int, batch: Batch, result: StepResult, lr: float) -> None:
         """Report an inner step."""
-        self._num_steps += 1
-        self.reward += (float(batch.rewards.mean()) - self.reward) / min(self._num_steps, 10)
+        self.num_steps += 1
+        self.tokens += batch.num_tokens
+        self.reward += (float(batch.rewards.mean()) - self.reward) / min(self.num_steps, 10)
         if step % self._config.train.log_every_steps == 0:
             self._log(step, batch, result, lr)
         if self._progress.is_due():
-            metrics = self._learner.metrics()
-            rate = metrics["tokens"] / (time.perf_counter() - self._began_at)
+            rate, metrics = self.tokens / (time.perf_counter() - self._began_at), self._learner.metrics()
             self._progress.show(status_line(
                 self._learner.name, step, float(result.loss), lr, rate, self._learner.run_tokens,
                 self._config.run.tokens, metrics, f"reward {self.reward:.3f}",
@@ -331,10 +331,9 @@ class Reports:
         loss = float(result.loss)
         self._learner.log(training_loss=loss)
         if self._feed is not None:
-            metrics = self._learner.metrics()
             values = {
                 "train/loss": loss, "train/lr": lr, "train/gradient_norm": float(result.gradient_norm),
-                "train/tokens": float(metrics["tokens"]), "train/reward": float(batch.rewards.mean()),
+                "train/tokens": float(self.tokens), "train/reward": float(batch.rewards.mean()),
                 "train/staleness": float(batch.staleness.float().mean()),
             }  # fmt: skip
-            self._feed.put(Point(step, time.time(), {**values, **learner_values(metrics)}))
+            self._feed.put(Point(step, time.time(), {**values, **learner_values(self._learner.metrics())}))
