@@ -496,6 +496,17 @@ def test_a_new_incarnation_claims_what_was_drawn_and_keeps_what_it_gets() -> Non
     assert queue.draw(3) == [2, 20, 21]
 
 
+def test_a_batch_is_taken_without_some_of_its_units() -> None:
+    queue = UnitQueue(DATA, 6)
+    queue.ask([()])
+    queue.granted(Grant(1, ((0, 12),)))
+    queue.draw(4)
+    queue.draw(2)
+    assert queue.take(((1, 3), (5, 6))) == ((0, 1), (3, 4))
+    assert queue.trained() == ((0, 1), (3, 4))
+    assert queue.take() == ((4, 6),)
+
+
 def test_a_status_is_short_where_each_unit_is_a_pass() -> None:
     leases = Leases(1)
     leases.ask("a", 1, Ask(1, 2**20, DataSet(1, 0, "d")))

@@ -11,14 +11,16 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.rl.toy import Rollout, config_of, group_of, groups_of, served
-from tests.syncer.runs import fall_silent
+from tests.syncer.runs import fall_silent, num_live
 from torch import Tensor
 
 import diloco
 from diloco.config import RunConfig
 from diloco.errors import ConfigError
+from diloco.protocol.steering import Order
 from diloco.rl.batching import Batch, Scored, batch_of, batches
 from diloco.rl.trainer import Policy, run_trainer
+from diloco.training.spec import StopRequest
 
 
 def batch(*rewards: tuple[float, ...]) -> Batch:
@@ -111,6 +113,20 @@ def test_two_trainers_train_a_run_and_every_group_is_accounted_for(tmp_path: Pat
         assert a.metrics["reward"] == 0.25
 
 
+def test_a_trainer_that_waits_for_groups_stops_and_ends_with_the_run(tmp_path: Path) -> None:
+    with served(tmp_path, 1) as (syncer, config), ThreadPoolExecutor() as pool:
+        stop = StopRequest()
+        waiting = pool.submit(run_trainer, config, "a", stop=stop)
+        until(lambda: num_live(syncer) == 1, "the trainer does not join")
+        stop.set()
+        assert waiting.result().reason == "stopped"
+
+        waiting = pool.submit(run_trainer, config, "a")
+        until(lambda: num_live(syncer) == 1, "the trainer does not join again")
+        syncer.driver.ask(lambda driver: driver.steer(Order("end"), "test", lambda _: None))
+        assert waiting.result().reason == "drained"
+
+
 @contextmanager
 def trained(config: RunConfig, name: str = "a") -> Iterator[tuple[diloco.Learner, Policy, Generator[Batch]]]:
     """A learner with its batches."""
@@ -148,7 +164,7 @@ def test_a_group_whose_bytes_are_damaged_is_refused(tmp_path: Path) -> None:
             [number] = rollout.make(1)
             until(lambda: groups_of(syncer)["leased"] == 2, "the trainer leases nothing ahead")
             group = syncer.driver.ask(lambda driver: driver.core.groups.groups[number])
-            name = dict(syncer.driver.hosted.manifest.packs)[group.pack]
+            name = dict(syncer.driver.manifest.packs)[group.pack]
             [path] = (tmp_path / "state").rglob(name.rpartition("/")[2] + "*")
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
@@ -166,21 +182,41 @@ def test_a_group_whose_bytes_are_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_evicted_trainer_goes_on_as_a_new_incarnation(tmp_path: Path) -> None:
-    with served(tmp_path, 2, "rl.groups_per_step=2") as (syncer, config):
+    with served(tmp_path, 2, "rl.groups_per_step=2", "run.steps=100") as (syncer, config):
         with Rollout(syncer, config).working(), trained(config) as (learner, policy, iterator):
-            incarnation = learner.metrics()["incarnation"]
+            incarnations = set[int]()
             for step, found in enumerate(iterator, 1):
                 policy.step(found, step)
                 if step in (3, 6):
                     fall_silent(syncer, "a")  # in the middle of a round, with groups leased ahead
                 learner.step(tokens=found.num_tokens)
-                if step == 8:
+                incarnations.add(learner.metrics()["incarnation"])
+                if step >= 12 and len(incarnations) == 3:
                     break
-            assert learner.metrics()["incarnation"] > incarnation
             learner.finish()
         groups = groups_of(syncer)
+        [fragment] = syncer.driver.ask(lambda driver: driver.status())["fragments"]
         assert groups["leased"] == 0
-        assert groups["merged"] >= 8
+        assert groups["merged"] >= 2 * 2  # a round at least
+        assert fragment["ledger"]["merged"] == 8 * groups["merged"]  # nothing was trained twice
+
+
+def test_groups_that_were_asked_for_as_an_ended_incarnation_are_read_as_the_next_one(tmp_path: Path) -> None:
+    with served(tmp_path, 1) as (syncer, config), ThreadPoolExecutor() as pool:
+        rollout = Rollout(syncer, config)
+        with trained(config) as (learner, policy, iterator):
+            incarnation = learner.metrics()["incarnation"]
+            first = pool.submit(next, iterator)
+            rollout.make(2)
+            policy.step(first.result(), 1)
+            until(lambda: groups_of(syncer)["leased"] == 2, "the trainer leases nothing ahead")
+            learner.step(tokens=8)
+            fall_silent(syncer, "a")
+            policy.step(next(iterator), 2)
+            assert learner.metrics()["incarnation"] > incarnation
+            learner.step(tokens=8)
+            groups = groups_of(syncer)
+            assert (groups["acknowledged"], groups["merged"]) == (2, 2)
 
 
 def test_what_cannot_train_on_groups_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.syncer.runs import PATIENT
 
 import diloco
 from diloco.config import RunConfig, parse_config
+from diloco.core.quorum import AllLive
 from diloco.errors import NotInitialisedError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -65,9 +66,11 @@ def config_of(*overrides: str) -> RunConfig:
 
 @contextmanager
 def served(tmp_path: Path, sync_every: int, *overrides: str) -> Iterator[tuple[Syncer, RunConfig]]:
-    """A syncer of the toy run, and its run file."""
-    options = Options("127.0.0.1:0", tmp_path / "state", deadlines=PATIENT, budget=Budget(10**6, 6))
-    with Syncer(RUN, diloco.DiLoCo(sync_every=sync_every), options) as syncer:
+    """A syncer of the toy run, whose learners begin together, and its run file."""
+    run = config_of(*overrides).run
+    method = diloco.DiLoCo(sync_every=sync_every, quorum=AllLive(at_least=run.learners))
+    options = Options("127.0.0.1:0", tmp_path / "state", deadlines=PATIENT, budget=Budget(run.tokens, run.steps))
+    with Syncer(RUN, method, options) as syncer:
         yield syncer, config_of(f'syncer.address="{syncer.address}"', *overrides)
 
 

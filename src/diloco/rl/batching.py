@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -37,6 +37,9 @@ from diloco.protocol.units import ranges_of
 from diloco.rl.loss import advantages
 from diloco.rl.settings import data_of, rules_of, table_of, tokenizer_of
 from diloco.store.reading import NOT_WHOLE
+
+POLL_S = 0.05
+"""How often the training thread handles its exchange's events while it waits for a batch."""
 
 GAP_BYTES = 64 << 10
 """Bytes between two groups that are read with them, rather than asking twice."""
@@ -156,7 +159,7 @@ def _iterate(
         return _Load(drawn, units.incarnation, pool.submit(reader.read, drawn, units.incarnation, reasons))
 
     with ThreadPoolExecutor(1, "diloco-groups") as pool, closing(reader):
-        while True:
+        while not (units.is_over or learner.drained):
             if not ahead and len(drawn := units.draw(num)) < num:
                 return
             now = ahead.popleft() if ahead else load(drawn)
@@ -181,11 +184,14 @@ def _iterate(
 def _result(units: LeasedUnits, load: _Load) -> tuple[dict[int, Scored], dict[int, str]] | None:
     """The groups of a batch, and why others cannot be used; None: the learner was evicted, and has a new incarnation by
     now or was told to leave the run."""
-    units.wait_while(lambda: not load.read.done())
+    units.wait_while(lambda: not wait([load.read], POLL_S).done, poll_s=0.0)
+    if not load.read.done():
+        return None
     try:
         return load.read.result()
     except StaleIncarnationError:
         units.wait_while(lambda: units.incarnation == load.incarnation)
+        units.confirm()
         return None
 
 

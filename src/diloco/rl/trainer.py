@@ -24,6 +24,7 @@ import diloco
 from diloco.config import RlTable, RunConfig
 from diloco.errors import ConfigError, StoppedError, UnreachableError
 from diloco.exchange.dialling import dialler, found
+from diloco.learner.experts import mixture_blocks
 from diloco.learner.learner import FINISH_TIMEOUT_S, Learner
 from diloco.rl.batching import Batch, batches
 from diloco.rl.loss import PRESETS, Loss, policy_loss, token_log_probs
@@ -39,6 +40,9 @@ from diloco.training.optimizers import lr_factor, make_optimizer, untrained_para
 from diloco.training.progress import ProgressDisplay, status_line
 from diloco.training.rank_group import choose_device
 from diloco.training.spec import StopRequest, Summary
+
+BLOCK = 1024
+"""Tokens whose logits are in memory in fp32 at a time."""
 
 
 def run_trainer(
@@ -72,7 +76,7 @@ def run_trainer(
 
 
 def _train(config: RunConfig, learner: Learner, policy: Policy, reports: Reports, stop: StopRequest) -> Summary:
-    run, reason, began_at, num_steps = config.run, "", time.perf_counter(), 0
+    run, reason, began_at = config.run, "", time.perf_counter()
 
     def ended() -> str:
         ends = {
@@ -87,25 +91,24 @@ def _train(config: RunConfig, learner: Learner, policy: Policy, reports: Reports
         while not (reason := ended()):
             try:
                 if (batch := next(iterator, None)) is None:
-                    reason = ended() or "budget"
+                    reason = ended() or "drained"
                     break
                 step = learner.steps + 1
-                result = policy.step(batch, step)
+                lr, result = learner.lr_factor * policy.lr(step), policy.step(batch, step)
                 learner.step(tokens=batch.num_tokens)
             except StoppedError:
                 if not stop.is_set:
                     raise
                 continue
-            num_steps += 1
-            reports.stepped(step, batch, result, policy.lr(step))
+            reports.stepped(step, batch, result, lr)
     seconds = time.perf_counter() - began_at
     # By tokens it ends at an estimate of the others', so that the syncer's count may be lower yet.
     leaves_early = reason in ("stopped", "drained")
     learner.finish(0.0 if leaves_early else FINISH_TIMEOUT_S, ends_run=reason == "budget" or None)
-    metrics = learner.metrics()
+    metrics = {**learner.metrics(), "digests": list(learner.digests), "reward": reports.reward}
     return Summary(
-        learner.name, "learner", reason, learner.steps, metrics["tokens"], learner.run_tokens, None, seconds,
-        seconds / max(1, num_steps), "", {**metrics, "digests": list(learner.digests), "reward": reports.reward},
+        learner.name, "learner", reason, learner.steps, reports.tokens, learner.run_tokens, None, seconds,
+        seconds / max(1, reports.num_steps), "", metrics,
     )  # fmt: skip
 
 
@@ -181,6 +184,8 @@ class Policy:
         model: nn.Module = build_model(config.model, tokenizer.vocab_size, context, config.run.seed)
         self.model = model.to(device).eval()
         self._device = device
+        if any(True for _ in mixture_blocks(model)):
+            raise ConfigError("a trainer of [rl] does not train mixtures of experts; choose a dense [model]")
         if table.supervised_steps and (begins or self._loss.kl):
             loss = supervised_start(self.model, config, tokenizer, device)
             say(f"made the first model: loss {loss:.3f} on answers after {table.supervised_steps} supervised steps")
@@ -210,18 +215,23 @@ class Policy:
         return (Part(*each) for each in zip(*chunks, strict=True))
 
     def _losses(self, part: Part, batch: Batch) -> tuple[Tensor, Tensor]:
-        table, log_probs = self._table, self._log_probs(self.model, part.tokens)
+        table, log_probs = self._table, self._log_probs(self.model, part)
         with torch.no_grad():
-            reference = None if self.reference is None else self._log_probs(self.reference, part.tokens)
+            reference = None if self.reference is None else self._log_probs(self.reference, part)
         loss, _ = policy_loss(
             log_probs, log_probs, part.rollout_log_probs, reference, part.advantages, part.mask, self._loss,
             num_tokens=batch.num_tokens, num_sequences=len(batch.tokens), max_tokens=table.max_tokens,
         )  # fmt: skip
         return loss, loss
 
-    def _log_probs(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # padding on the right changes none before it
-        return token_log_probs(logits, tokens[:, 1:], self._table.temperature)
+    def _log_probs(self, model: nn.Module, part: Part) -> Tensor:
+        """Log-probabilities of completions' tokens, and 0 at all other positions, fp32 [n, T − 1]."""
+        where = part.mask.bool()
+        # The padding is on the right, so that no other position depends on it.
+        logits = model(input_ids=part.tokens[:, :-1], use_cache=False).logits[where].split(BLOCK)
+        blocks = zip(logits, part.tokens[:, 1:][where].split(BLOCK), strict=True)
+        found = [token_log_probs(its[None], tokens[None], self._table.temperature)[0] for its, tokens in blocks]
+        return torch.zeros_like(part.mask).masked_scatter(where, torch.cat(found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,23 +304,24 @@ class Reports:
     """Reports of a trainer: to the syncer, to trackers, and to people.
 
     Attributes:
+        num_steps, tokens: steps of this process, and the tokens of completions that it has trained.
         reward: mean over the groups of the last steps (weight of the newest: 1/10). Groups of equal rewards are not
             among them.
     """
 
     def __init__(self, config: RunConfig, learner: Learner, progress: ProgressDisplay, feed: Feed | None) -> None:
         self._config, self._learner, self._progress, self._feed = config, learner, progress, feed
-        self._num_steps, self.reward, self._began_at = 0, 0.0, time.perf_counter()
+        self.num_steps, self.tokens, self.reward, self._began_at = 0, 0, 0.0, time.perf_counter()
 
     def stepped(self, step: int, batch: Batch, result: StepResult, lr: float) -> None:
         """Report an inner step."""
-        self._num_steps += 1
-        self.reward += (float(batch.rewards.mean()) - self.reward) / min(self._num_steps, 10)
+        self.num_steps += 1
+        self.tokens += batch.num_tokens
+        self.reward += (float(batch.rewards.mean()) - self.reward) / min(self.num_steps, 10)
         if step % self._config.train.log_every_steps == 0:
             self._log(step, batch, result, lr)
         if self._progress.is_due():
-            metrics = self._learner.metrics()
-            rate = metrics["tokens"] / (time.perf_counter() - self._began_at)
+            rate, metrics = self.tokens / (time.perf_counter() - self._began_at), self._learner.metrics()
             self._progress.show(status_line(
                 self._learner.name, step, float(result.loss), lr, rate, self._learner.run_tokens,
                 self._config.run.tokens, metrics, f"reward {self.reward:.3f}",
@@ -320,10 +331,9 @@ class Reports:
         loss = float(result.loss)
         self._learner.log(training_loss=loss)
         if self._feed is not None:
-            metrics = self._learner.metrics()
             values = {
                 "train/loss": loss, "train/lr": lr, "train/gradient_norm": float(result.gradient_norm),
-                "train/tokens": float(metrics["tokens"]), "train/reward": float(batch.rewards.mean()),
+                "train/tokens": float(self.tokens), "train/reward": float(batch.rewards.mean()),
                 "train/staleness": float(batch.staleness.float().mean()),
             }  # fmt: skip
-            self._feed.put(Point(step, time.time(), {**values, **learner_values(metrics)}))
+            self._feed.put(Point(step, time.time(), {**values, **learner_values(self._learner.metrics())}))
