@@ -293,21 +293,13 @@ class RlTable(Table):
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.28, gt=0)
-    delta: float | None = Field(default=4.0, gt=1)  # the largest ratio for negative advantages; 0: none
+    delta: float = Field(default=4.0, ge=0)  # the largest ratio for negative advantages; 0: none
     kl: float = Field(default=0.0, ge=0)  # weight of the divergence from the run's first model
     scale: Literal["group", "none"] = "group"  # divide advantages by the standard deviation of the group
-    importance_cap: float | None = Field(default=2.0, gt=0)  # of trainer's over rollout's probability; 0: no correction
+    importance_cap: float = Field(default=2.0, ge=0)  # of trainer's over rollout's probability; 0: no correction
     supervised_steps: int = Field(default=0, ge=0)  # on answers, before the run has a model
     supervised_lr: float = Field(default=1e-3, gt=0)
     supervised_batch: int = Field(default=64, ge=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _zero_is_none(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            none = {key: None for key in ("delta", "importance_cap") if values.get(key) == 0}
-            return {**values, **none}
-        return values
 
 
 class TaskTable(Table):

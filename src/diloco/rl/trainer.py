@@ -247,8 +247,8 @@ class Part:
 def loss_of(table: RlTable) -> Loss:
     """The loss of a run file: `rl.loss` selects what it is a mean over, other keys have their own values."""
     return replace(
-        PRESETS[table.loss], clip_low=table.clip_low, clip_high=table.clip_high, delta=table.delta, kl=table.kl,
-        scale=table.scale, importance_cap=table.importance_cap,
+        PRESETS[table.loss], clip_low=table.clip_low, clip_high=table.clip_high, delta=table.delta or None,
+        kl=table.kl, scale=table.scale, importance_cap=table.importance_cap or None,
     )  # fmt: skip
 
 
