@@ -67,7 +67,6 @@ class Progress:
         overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
         self._rise_steps = 2 * max(rules.schedule.multiples) * storm.plan.method.sync_every + max(overlaps) + 2
         """Inner steps of the slowest learner in which each fragment gets a version."""
-        self._rise_steps *= 4 if storm.plan.workers else 1  # one learner may have far fewer groups than the others
         sent_bytes = sum(itertools.starmap(storm.jobs.contribution_bytes, enumerate(storm.plan.sizes)))
         self._rises_s = RISES_S + 2 * BYTE_S * sent_bytes  # the first that a learner sends may be too late
 
@@ -117,6 +116,7 @@ class Progress:
         is_scheduled = isinstance(self._quorum, AllLive)
         if (
             not storm.may_publish
+            or storm.plan.workers  # a learner that gets fewer groups than others falls far behind their rounds
             or not running
             or ready != running.keys()
             or (is_scheduled and len(running) < self._quorum.at_least)
