@@ -711,10 +711,10 @@ def test_groups_in_versions_that_a_repair_has_lost_end_as_stale() -> None:
     assert run.lease("a", 1, incarnation=2).units == ((2, 3),)
 
 
-@pytest.mark.parametrize("seen_at", [0.1 * tenth for tenth in range(1, 100)])
-def test_a_worker_is_lost_when_the_wake_up_for_it_comes_to_the_bit(seen_at: float) -> None:
-    groups = Run().core.groups
-    groups.work(seen_at, Work("rollout", "w", 1, 1, RULES.digest))
-    at = groups.wake_at(6.1)
-    groups.tick(at, 6.1)
-    assert groups.wake_at(6.1) > at
+def test_a_worker_is_lost_when_the_wake_up_for_it_comes_to_the_bit() -> None:
+    for tenths in range(1, 100):
+        groups = Run().core.groups
+        groups.work(0.1 * tenths, Work("rollout", "w", 1, 1, RULES.digest))
+        at = groups.wake_at(6.1)
+        groups.tick(at, 6.1)
+        assert not groups.workers

@@ -152,6 +152,7 @@ class GoingBackStorm(Storm):
         if not has_record or record is None:
             self.ledger.merged, self.ledger.verdicts = {}, {}
             record, epochs, merges = None, (Epoch(before.epoch + 1, manifest.versions),), [Counter() for _ in named]
+            manifest = replace(manifest, packs=())
         else:
             record = rolled_back(record, manifest.versions)
         self._become(manifest, objects, merges, record, epochs)
@@ -166,5 +167,6 @@ class GoingBackStorm(Storm):
         manifest = replace(manifest, epoch=epoch, boot=0, serial=self._manifest.serial + 1, record=name)
         self.place.become(manifest, {**objects, name: blob.parts[0]})
         self.place.units.merges = [Counter(each) for each in merges]
+        self.group_book.went_back(record, manifest)
         self.ledger.versions.went_back(manifest.versions)
         self.backups.clear()

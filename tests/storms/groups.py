@@ -18,7 +18,7 @@ from tests.storms.wire import gone
 from diloco.errors import DilocoError, PayloadError, StaleIncarnationError
 from diloco.exchange.virtual.syncer import SimulatedDriver
 from diloco.protocol.groups import ENDS, STALE, Assigned, Groups, Made, Score, Work, digest_of, numbers_of
-from diloco.protocol.leases import GroupRules, Leases
+from diloco.protocol.leases import Grant, GroupRules, Leases
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.units import Ranges, common, count, minus, ranges_of, union
@@ -109,17 +109,17 @@ class WorkerProcess:
 
     Attributes:
         number: its own.
-        holds: prompts or groups that it has, each with the versions that it is generated with.
+        holds: prompts or groups that it has, each with the time since.
         done: those that it is done with, and not answered for, with the time since.
     """
 
     def __init__(self, worker: GroupWorker, number: int) -> None:
         self.number, self.is_alive = number, True
-        self.holds: dict[int, tuple[int, ...]] = {}
+        self.holds: dict[int, float] = {}
         self.done: dict[int, tuple[float, Made | Score, bytes]] = {}
         self._worker, self._storm, self._plan = worker, worker.storm, worker.plan
         self._order = self._heard = 0
-        self._over = set[int]()
+        self._over: dict[int, int] = {}  # answered for, each with the newest message before
         self._frozen_until_s = -math.inf
         self.line = Line(self._storm, worker.name, self._plan.latency_s, self._awake)
         self._pulse()
@@ -170,25 +170,27 @@ class WorkerProcess:
         for number in self.holds.keys() - self.done.keys() - set(answer.numbers):
             del self.holds[number]
         for number in answer.numbers:
-            if number not in self.holds and number not in self._over:
+            if number not in self.holds and self._over.get(number, 0) < work.order:
                 self._begin(number)
 
     def _is_over(self, number: int) -> None:
         self.holds.pop(number, None)
         self.done.pop(number, None)
-        self._over.add(number)
+        self._over[number] = self._order
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, number: int) -> None:
-        manifest = self._storm.place.manifest
+        manifest, digests = self._storm.place.manifest, self._storm.ledger.versions.digests
         assert manifest is not None
-        self.holds[number] = manifest.versions
+        versions, since_s = manifest.versions, self._storm.now_s
+        weights = digest_of(digests[fragment, version] for fragment, version in enumerate(versions))
+        self.holds[number] = since_s
         seconds = self._plan.work_s * self._storm.draws.between(f"{self._worker.name} works", 0.5, 2.0)
-        self._storm.after(seconds, lambda: self._awake(lambda: self._end(number, manifest.versions)))
+        self._storm.after(seconds, lambda: self._awake(lambda: self._end(number, since_s, versions, weights)))
 
-    def _end(self, number: int, versions: tuple[int, ...]) -> None:
-        if self.holds.get(number) != versions or number in self.done:
+    def _end(self, number: int, since_s: float, versions: tuple[int, ...], weights: str) -> None:
+        if self.holds.get(number) != since_s or number in self.done:
             return
         name, draws = self._worker.name, self._storm.draws
         rewards = rewards_of(draws.unit(f"{name} rewards"))
@@ -197,8 +199,6 @@ class WorkerProcess:
             score = Score(number, () if is_no_good else rewards, "the task hangs" if is_no_good else "")
             self.done[number] = self._storm.now_s, score, b""
             return
-        digests = self._storm.ledger.versions.digests
-        weights = digest_of(digests[fragment, version] for fragment, version in enumerate(versions))
         data = f"{number} by {name} {self.number} at {self._storm.now_s}".encode()
         made = Made(
             number, "sums", versions, weights, hashlib.sha256(data).hexdigest(), len(data), 10,
@@ -224,7 +224,7 @@ class WorkerProcess:
             self._storm.group_book.was_acknowledged(made)
             self._is_over(made.number)
         elif isinstance(answer, PayloadError):  # another one was faster, or its rewards are no numbers
-            require("load them again" not in str(answer), f"{answer}")
+            require(self._storm.plan.goes_back or "load them again" not in str(answer), f"{answer}")
             self.holds.pop(made.number)
             self.done.pop(made.number)
         elif isinstance(answer, StaleIncarnationError):  # a syncer that has just begun does not know it
@@ -301,9 +301,11 @@ class GroupReader(Reader):
     def _lacks(self) -> bool:
         return any(unit not in self._versions for unit in numbers_of(tuple(self.queue._held)))
 
-    def granted(self, claimed: Ranges) -> None:
+    def granted(self, grant: Grant) -> None:
         """A lease is there. What was dropped, and claimed again, is given up once more."""
-        self._untold |= dict.fromkeys(numbers_of(common(claimed, self._dropped)), STALE)
+        if grant.number == 1:
+            self._versions, self._dropped = {}, common(grant.claimed, self._dropped)
+            self._untold = dict.fromkeys(numbers_of(self._dropped), STALE)
         self.tell()
 
     def tell(self) -> None:
@@ -358,10 +360,19 @@ class GroupBook:
         self.live: dict[int, tuple[str, int, str]] = {}
         self.ever: dict[str, int] = {}
         self._rules, self._num_fragments = rules, num_fragments
+        self._goes_back = False
         self._settled = set[int]()
-        self._scored = set[int]()
-        self._counts = Counter[str]()
+        self._scored, self._has_rewards = set[int](), set[int]()
+        self._counts: Counter[str] | None = Counter()
         self._versions: tuple[int, ...] = (0,) * num_fragments
+
+    def went_back(self, record: Mapping[str, Any] | None, manifest: Manifest) -> None:
+        """The run goes on with this record; what it says of merges that are lost is mended with the next one."""
+        values = (record or {}).get("groups")
+        groups = [] if values is None else values["groups"]
+        self.live = {made[0]: (worker, process, made[4]) for made, worker, process, *_ in groups}
+        self._settled, self._counts, self._versions, self._goes_back = set(), None, manifest.versions, True
+        self._has_rewards = {made[0] for made, *_, rewards in groups if rewards}
 
     def durable(
         self, record: Mapping[str, Any], manifest: Manifest, objects: Mapping[str, Any], merges: Sequence[Counter[int]]
@@ -369,7 +380,7 @@ class GroupBook:
         """A record is durable, with these merges of units in the versions of each fragment."""
         self._versions = manifest.versions
         if (values := record["groups"]) is None:
-            require(not manifest.packs and not self.ever, "a record lacks the groups")
+            require(not manifest.packs and not self._counts, "a record lacks the groups")
             return
         packs = dict(manifest.packs)
         needed = sorted({pack for _, _, _, pack, *_ in values["groups"]})
@@ -385,10 +396,10 @@ class GroupBook:
             self.live[number] = worker, process, digest
             require(before.get(number, self.live[number]) == self.live[number], f"group {number} is another one")
             self.ever[digest] = number
+            require(rewards or number not in self._has_rewards, f"group {number} has lost its rewards")
             if rewards:
                 self._scored.add(number)
-            else:
-                require(number not in self._scored, f"group {number} has lost its rewards")
+                self._has_rewards.add(number)
         self._check_ends(before.keys() - self.live.keys(), Counter(values["counts"]), merges)
         leases = Leases(self._num_fragments)
         leases.restore(record["leases"], {(learner, number) for learner, number, _ in record["leases"]["leases"]})
@@ -400,16 +411,18 @@ class GroupBook:
 
     def _check_ends(self, gone: set[int], counts: Counter[str], merges: Sequence[Counter[int]]) -> None:
         self._settled |= gone
+        before, self._counts = self._counts, counts
         num = len(self.live) + sum(counts[end] for end in ENDS)
         require(counts["acknowledged"] == num, f"{counts} and {len(self.live)} live groups do not add up")
-        grown = {end: counts[end] - self._counts[end] for end in ("acknowledged", *ENDS)}
-        require(min(grown.values()) >= 0, f"{self._counts} went back to {counts}")
+        if before is None:
+            return
+        grown = {end: counts[end] - before[end] for end in ("acknowledged", *ENDS)}
+        require(min(grown.values()) >= 0, f"{before} went back to {counts}")
         num_merged = sum(any(number in each for each in merges) for number in gone)
         num_others = sum(grown[end] for end in ENDS if end != "merged")
         require(grown["merged"] <= num_merged, f"{grown['merged']} more groups are merged, and {num_merged} can be")
         require(len(gone) - num_merged <= num_others, f"{len(gone)} groups are gone, and {grown} counted")
         require(len(gone) <= grown["merged"] + num_others, f"{len(gone)} groups are gone, and {grown} counted")
-        self._counts = counts
 
     def was_acknowledged(self, made: Made) -> None:
         """A worker hears that its group is durable; if it was stale already, that is all."""
@@ -418,8 +431,8 @@ class GroupBook:
         require(made.digest in self.ever or is_stale, f"group {made.number} is acknowledged, and not durable")
 
     def is_scored(self, score: Score) -> None:
-        """A worker hears that its score is durable."""
-        is_known = score.number in self._scored or score.number in self._settled
+        """A worker hears that its score is durable; after the run went back, perhaps of a group that is gone."""
+        is_known = self._goes_back or score.number in self._scored or score.number in self._settled
         require(is_known, f"the score of group {score.number} is acknowledged, and not durable")
 
     def is_there(self, made: Made) -> None:

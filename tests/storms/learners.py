@@ -282,7 +282,7 @@ class Process:
             for send in self.core.keep_units(grant.claimed):
                 self._send(send)
         if isinstance(self._reader, GroupReader):
-            self._reader.granted(grant.claimed)
+            self._reader.granted(grant)
         self.has_groups()
 
     def has_groups(self) -> None:

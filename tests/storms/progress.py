@@ -116,6 +116,7 @@ class Progress:
         is_scheduled = isinstance(self._quorum, AllLive)
         if (
             not storm.may_publish
+            or storm.plan.workers  # a learner that gets fewer groups than others falls far behind their rounds
             or not running
             or ready != running.keys()
             or (is_scheduled and len(running) < self._quorum.at_least)

@@ -60,7 +60,7 @@ def _mended(objects: Objects, found: StoreState) -> Manifest:
     return Manifest(
         found.frozen.run, found.frozen.run_id, epoch, serial=1 if before is None else before.serial + 1,
         frozen=found.frozen_name, record=name, fragments=fragments, keep=max(KEPT_VERSIONS, *map(len, fragments)),
-        packs=() if before is None else before.packs,
+        packs=() if before is None or record is None else before.packs,
     )  # fmt: skip
 
 
