@@ -399,6 +399,11 @@ class RunConfig(Table):
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
         if (self.rl is None) != (not self.task):
             raise ValueError("[rl] and [task.NAME] belong together; write both, or neither")
+        if self.rl is not None and self.rl.queue is not None and self.rl.queue < self.rl.groups_per_step:
+            raise ValueError(
+                f"rl.queue = {self.rl.queue} is below rl.groups_per_step = {self.rl.groups_per_step}, which a trainer "
+                "leases at once; raise it"
+            )
         if self.engine is not None and self.rl is None:
             raise ValueError("[engine] has no effect without [rl]; drop it")
         if self.data.shared_fraction and self.run.learners == 1:

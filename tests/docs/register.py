@@ -52,6 +52,7 @@ NOT_EXECUTED: dict[Name, str] = {
     ("docs/integrations.md", "from diloco.integrations.torchtitan"): (
         "torchtitan is not installed beside the rest; `make torchtitan` runs its example"
     ),
+    ("docs/rl.md", "import diloco.rl"): "needs workers of a run: tests/rl/test_trainer.py",
     ("docs/start.md", "import sys"): "a script with arguments: tests/test_start.py runs it as two processes",
     ("docs/start.md", "exchange ="): "a line of that script, of the run `first`",
 }
@@ -76,6 +77,8 @@ TEXTS: dict[Name, str] = {
     ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
     ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
     ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/store/test_journal_files.py",
+    ("docs/rl.md", "prompt → leased"): "states: tests/protocol/test_groups.py",
+    ("docs/rl.md", "acknowledged ="): "an identity: tests/protocol/test_groups.py",
     ("docs/start.md", "tensor("): "printed by examples/start/first.py: tests/test_start.py",
     ("docs/start.md", "first: StreamingDiLoCo, step"): A_RUN + "its form: tests/syncer/test_status.py",
     ("docs/start.md", "2026-"): A_RUN + "its form: tests/syncer/test_log.py",
@@ -112,6 +115,9 @@ PARSED: dict[str, str] = {
     "doctor run.toml": "tests/test_doctor.py",
     "status --store": "reads a store: tests/following/test_commands.py",
     "page --store": "reads a store: tests/following/test_commands.py",
+    "rl": "minutes of two cores: tests/rl",
+    "page examples/rl/": "of a run that the page has started",
+    "status examples/rl/": "of a run that the page has started",
     "status examples/start/": "asks for the run `first`: tests/test_start.py",
     "report runs/first/": "of the run `first`: tests/test_report.py",
     "evaluate": "lambada_openai is fetched from the hub: tests/evaluation",
