@@ -20,6 +20,9 @@ LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer"
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
+MAX_GROUP_BYTES, MAX_TASK = 5 << 20, 64
+"""Of one group of reinforcement learning, and characters of a task's name."""
+
 MUON_PRESET = "MuLoCo"
 """The preset whose default inner optimizer is Muon."""
 
@@ -290,12 +293,12 @@ class RlTable(Table):
     reward: Literal["workers", "inline"] = "workers"  # inline: rollout workers score what they generate
     score_timeout_s: float = Field(default=10.0, gt=0)  # of one group
     score_memory_mb: int = Field(default=2048, ge=64)
-    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.28, gt=0)
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # gives the defaults of clip_low, clip_high, kl and scale
+    clip_low: float | None = Field(default=None, gt=0)
+    clip_high: float | None = Field(default=None, gt=0)
     delta: float = Field(default=4.0, ge=0)  # the largest ratio for negative advantages; 0: none
-    kl: float = Field(default=0.0, ge=0)  # weight of the divergence from the run's first model
-    scale: Literal["group", "none"] = "group"  # divide advantages by the standard deviation of the group
+    kl: float | None = Field(default=None, ge=0)  # weight of the divergence from the run's first model
+    scale: Literal["group", "none"] | None = None  # group: divide advantages by the standard deviation of the group
     importance_cap: float = Field(default=2.0, ge=0)  # of trainer's over rollout's probability; 0: no correction
     supervised_steps: int = Field(default=0, ge=0)  # on answers, before the run has a model
     supervised_lr: float = Field(default=1e-3, gt=0)
@@ -404,6 +407,13 @@ class RunConfig(Table):
                 f"rl.queue = {self.rl.queue} is below rl.groups_per_step = {self.rl.groups_per_step}, which a trainer "
                 "leases at once; raise it"
             )
+        if self.rl is not None and 8 * self.rl.group_size * self.rl.max_tokens > MAX_GROUP_BYTES:
+            raise ValueError(
+                f"a group of rl.group_size = {self.rl.group_size} completions of rl.max_tokens = {self.rl.max_tokens} "
+                f"tokens, 8 bytes each, is larger than {MAX_GROUP_BYTES} bytes; lower one of them"
+            )
+        if any(len(name) > MAX_TASK or not name.isprintable() for name in self.task):
+            raise ValueError(f"the name of a table [task.NAME] has up to {MAX_TASK} printable characters")
         if self.engine is not None and self.rl is None:
             raise ValueError("[engine] has no effect without [rl]; drop it")
         if self.data.shared_fraction and self.run.learners == 1:

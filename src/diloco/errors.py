@@ -185,7 +185,7 @@ class CheckpointError(DilocoError):
 
 @contextmanager
 def translated(
-    causes: type[Exception] | tuple[type[Exception], ...], to: type[DilocoError], failed: str, advice: str
+    causes: type[BaseException] | tuple[type[BaseException], ...], to: type[DilocoError], failed: str, advice: str
 ) -> abc.Iterator[None]:
     """Translate foreign errors of the `causes` to a `to`: "<failed> (<the error's first line>); <advice>"."""
     try:

@@ -13,7 +13,7 @@ from tests.protocol.driving import only, restarted
 
 from diloco.core.presets import DiLoCo
 from diloco.core.quorum import AllLive
-from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
+from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
 from diloco.protocol.actions import Action, PersistRecord, WakeAt
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.groups import PACK_S, Assigned, Made, Score, Work, digest_of
@@ -718,3 +718,56 @@ def test_a_worker_is_lost_when_the_wake_up_for_it_comes_to_the_bit() -> None:
         at = groups.wake_at(6.1)
         groups.tick(at, 6.1)
         assert not groups.workers
+
+
+def test_a_reward_that_fp32_could_not_square_is_refused() -> None:
+    run = Run()
+    [number] = run.generated(())
+    run.work("reward", "r", wants=1)
+    run.work("reward", "r", scores=[Score(number, (1e300, 0.0))])
+    assert run.core.groups.counts["refused"] == 1
+    assert run.core.groups.tasks == {}
+
+
+def test_without_a_trainer_scores_ask_for_one_record_only() -> None:
+    core = SyncerCore(Rules.of(DiLoCo(sync_every=10), 1), [0])
+    core.work(0.0, Work("reward", "r", 1, 1, "r", scores=(Score(3, GOOD),)))
+    assert core.groups.due_at(1.0) < math.inf
+    record = core.saved()
+    core.recorded(1.0, record.serial)
+    assert core.groups.due_at(2.0) == math.inf
+
+
+def test_a_learner_of_other_data_gives_up_none_as_groups() -> None:
+    core = SyncerCore(Rules.of(DiLoCo(sync_every=10), 1), [0])
+    core.joined(0.0, "a")
+    grant, _ = core.lease(0.0, "a", 1, Ask(1, 10, DataSet(100, 1, "d")))
+    with pytest.raises(PayloadError, match="the run's data are none"):
+        core.work(0.0, Work("trainer", "a", 1, 1, "d", scores=(Score(3, reason="no"),)))
+    assert core.leases.leased == grant.units
+
+
+def test_trainers_may_differ_in_the_queue_which_the_first_one_sets() -> None:
+    run = Run()
+    run.data = replace(run.data, groups=replace(RULES, queue=99))
+    assert run.lease("b", 1).number == 0
+    assert run.core.groups.rules == RULES
+    run.data = replace(run.data, groups=replace(RULES, max_tokens=99))
+    with pytest.raises(ConfigError, match="or the same"):
+        run.lease("b", 1)
+
+
+def test_no_more_packs_are_begun_than_a_manifest_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.protocol.groups.MAX_PACKS", 1)
+    monkeypatch.setattr("diloco.protocol.groups.MORE_PACKS", 1)
+    run = Run()
+    numbers = run.work(wants=4).numbers
+    for number in numbers[:2]:
+        run.group(number)
+        run.record()
+    with pytest.raises(NoRoomError, match="repeat the call"):
+        run.group(numbers[2])
+    for number in numbers[:2]:
+        run.work("reward", "r", wants=1)
+        run.work("reward", "r", scores=[Score(number, BAD)])
+    assert run.group(numbers[2])

@@ -37,7 +37,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
-from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
+from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
+from diloco.escaping import MAX_REASON
 from diloco.protocol.leases import GroupRules, Leases
 from diloco.protocol.units import Ranges, common, count, minus, ranges_of, split, union
 
@@ -352,7 +353,7 @@ class Groups:
 
     def _refuse(self, key: Key, reason: str) -> None:
         self._count(key, "refused")
-        self.refusals = [*self.refusals, (f"{key[0]} {key[1]}", reason)][-MAX_REFUSALS:]
+        self.refusals = [*self.refusals, (f"{key[0]} {key[1]}", reason[:MAX_REASON])][-MAX_REFUSALS:]
 
     def _count(self, key: Key, what: str) -> None:
         counts = self.worker_counts.pop(key, None) or Counter()
@@ -395,6 +396,8 @@ class Groups:
             )
         known.seen_at = now
         group, number = self.groups.get(made.number), made.number
+        if not self._pack_bytes and len(self._packs) >= MAX_PACKS + MORE_PACKS:
+            raise NoRoomError("the run has too many unsettled groups to name them in its manifest; repeat the call.")
         if group is not None and (group.worker, group.process, group.made) == (worker, process, made):
             self._is_waiting = True
             return False
@@ -483,7 +486,8 @@ class Groups:
 
     def _reward(self, number: int, rewards: tuple[float, ...]) -> None:
         group = self.groups[number]
-        self.tasks.setdefault(group.made.task, TaskRewards()).add(sum(rewards) / len(rewards))
+        task = group.made.task if group.made.task in self.tasks or len(self.tasks) < MAX_TASKS else "others"
+        self.tasks.setdefault(task, TaskRewards()).add(sum(rewards) / len(rewards))
         if min(rewards) == max(rewards):
             self._settle(number, "without signal")
             return
@@ -592,6 +596,7 @@ class Groups:
             then: the leases as the record has them.
         """
         if self.rules is None:
+            self._is_waiting = False
             return None
         merged = set(self._merged(then))
         kept = {number: group for number, group in self.groups.items() if number not in merged}
@@ -647,7 +652,16 @@ PACK_S, PACKS_PER_S = 0.2, 200.0
 """Between two records for groups alone, at least, and the number of packs at which it is a second longer."""
 
 MAX_PACKS = 1900
-"""That a manifest names, before no more prompts are leased; it has room for 100 more."""
+"""That a manifest names, before no more prompts are leased."""
+
+MORE_PACKS = 100
+"""Room for those of prompts that are leased already."""
+
+MAX_REWARD = 1e6
+"""The largest reward, by its amount: fp32 has room for sums of their squares. NaN is no reward."""
+
+MAX_TASKS = 64
+"""Whose rewards are kept apart."""
 
 MAX_REFUSALS = 20
 """Newest refusals that are kept for people."""
@@ -668,7 +682,7 @@ def _one(number: int) -> Ranges:
 
 
 def _are_usable(rewards: tuple[float, ...], rules: GroupRules) -> bool:
-    return len(rewards) == rules.group_size and all(map(math.isfinite, rewards))
+    return len(rewards) == rules.group_size and all(abs(reward) <= MAX_REWARD for reward in rewards)
 
 
 def _as_list(group: Group) -> list[Any]:

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from diloco.errors import ConfigError, PayloadError
@@ -258,7 +258,7 @@ class Leases:
     def _check_data(self, learner: str, data: DataSet) -> None:
         if data.num_units < 1:
             raise PayloadError(f"{learner!r} has data of {data.num_units} units; it needs at least one.")
-        if self.data not in (None, data):
+        if self.data is not None and self.data != _with_queue_of(data, self.data):
             raise ConfigError(
                 f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
                 "learners the same data, seed, sequence length and passes, or the same [rl] and [task]."
@@ -517,6 +517,13 @@ def _units_of(learner: str, incarnation: int, contributions: Iterable[Contributi
     """The units in the contributions of one incarnation."""
     mine = [c for c in contributions if (c.learner, c.incarnation) == (learner, incarnation)]
     return union(*(units for c in mine for units in (c.units, c.overwritten)))
+
+
+def _with_queue_of(data: DataSet, first: DataSet) -> DataSet:
+    """The data of a learner, with the queue of the run's first trainer, which counts: each has its own batch."""
+    if data.groups is None or first.groups is None:
+        return data
+    return replace(data, groups=replace(data.groups, queue=first.groups.queue))
 
 
 def _described(data: DataSet | None) -> str:

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any
 
 from diloco.core.weights import weights_of
-from diloco.errors import StaleIncarnationError, VersionError
+from diloco.errors import PayloadError, StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
@@ -435,6 +435,8 @@ class SyncerCore:
         """
         if work.role == "trainer":
             self.check(work.worker, work.process)
+            if self.groups.rules is None:
+                raise PayloadError(f"{work.worker!r} asks for groups, and the run's data are none; give it [rl].")
             units, reasons = ranges_of((it.number, it.number + 1) for it in work.scores), dict[int, str]()
             for score in work.scores:
                 reasons[score.number] = score.reason

@@ -35,7 +35,7 @@ from diloco.protocol.groups import STALE, numbers_of
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.units import ranges_of
 from diloco.rl.loss import advantages
-from diloco.rl.settings import data_of, rules_of, table_of, tokenizer_of
+from diloco.rl.settings import data_of, loss_of, rules_of, table_of, tokenizer_of
 from diloco.store.reading import NOT_WHOLE
 
 POLL_S = 0.05
@@ -136,7 +136,7 @@ def batches(learner: Learner, config: RunConfig) -> Generator[Batch, None, None]
     if rules.queue < num:
         raise ConfigError(f"rl.queue = {rules.queue} is below rl.groups_per_step = {num}, so no step begins; raise it.")
     units = learner.lease(data_of(rules), num_ahead=num)
-    return _iterate(learner, units, GroupReader(exchange.door, learner.name, rules), num, table.scale)
+    return _iterate(learner, units, GroupReader(exchange.door, learner.name, rules), num, loss_of(table).scale)
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,8 @@ class GroupReader:
                     groups[place.number] = Scored(group, tuple(place.rewards))
                 else:
                     unusable[place.number] = printable(f"group {place.number}: {group}")[:MAX_REASON]
+        for number in wanted & set(reply.numbers) - {place.number for place in reply.groups}:  # a repair has lost them
+            unusable[number] = f"the bytes of group {number} are lost"
         return groups, unusable
 
     def _groups(self, span: Sequence[pb.GroupPlace]) -> Iterator[tuple[pb.GroupPlace, CompletionGroup | DilocoError]]:

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Self
 from diloco.config import TaskTable
 from diloco.errors import ConfigError, ScoringError, first_line
 from diloco.escaping import MAX_REASON, printable
+from diloco.protocol.groups import MAX_REWARD
 from diloco.rl.tasks import Task, Tasks
 from diloco.tables import nearest
 
@@ -192,8 +193,9 @@ def _scores(task: Task, prompt: Mapping[str, Any], completions: Sequence[str]) -
     for number, completion in enumerate(completions, 1):
         try:
             score: Any = task.score(prompt, completion)
-            if not isinstance(score, Real) or not math.isfinite(score):
-                return {"error": f"returned {printable(repr(score), MAX_REASON)}, which is not a finite number"}
+            if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
+                wrong = f"is not a finite number up to {MAX_REWARD:g}"
+                return {"error": f"returned {printable(repr(score), MAX_REASON)}, which {wrong}"}
             scores.append(float(score))
         except MemoryError:
             raise  # what the task keeps would leave too little for the next

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 from diloco.config import RlTable, RunConfig
 from diloco.errors import ConfigError
 from diloco.protocol.leases import DataSet, GroupRules
+from diloco.rl.loss import PRESETS, Loss
 from diloco.rl.tokenizer import Tokenizer, open_tokenizer
 
 OWN = {
     "tokenizer", "score_timeout_s", "score_memory_mb", "supervised_steps", "supervised_lr", "supervised_batch",
-    "groups_per_step",
+    "groups_per_step", "queue",
 }  # fmt: skip
 """Settings in which workers and trainers may differ."""
 
@@ -49,3 +51,11 @@ def rules_of(config: RunConfig, tokenizer: Tokenizer) -> GroupRules:
 def data_of(rules: GroupRules) -> DataSet:
     """The groups of a run, as the data that its trainers lease."""
     return DataSet(1, 0, rules.digest, groups=rules)
+
+
+def loss_of(table: RlTable) -> Loss:
+    """The loss of a run file: that of `rl.loss`, with the values of other keys in place of its own."""
+    own = {key: value for key in ("clip_low", "clip_high", "kl", "scale") if (value := getattr(table, key)) is not None}
+    return replace(
+        PRESETS[table.loss], delta=table.delta or None, importance_cap=table.importance_cap or None, **own
+    )  # fmt: skip

@@ -99,13 +99,15 @@ class Task:
 
     def _sample(self, seed: int) -> dict[str, Any]:
         failed = f"task.{self._name}: the sample of seed {seed}"
-        with translated(Exception, ConfigError, f"{failed} raised an error", "correct the task or its settings"):
+        raised = Exception, SystemExit
+        with translated(raised, ConfigError, f"{failed} raised an error", "correct the task or its settings"):
             sample = self._source.sample(seed)
             sample = {"prompt": sample} if isinstance(sample, str) else dict(sample)
         with translated(
             (TypeError, ValueError, RecursionError), ConfigError, f"{failed} is not JSON", "return plain values"
         ):
             plain: dict[str, Any] = json.loads(json.dumps({**sample, "seed": seed}, allow_nan=False))
+            str(plain.get("prompt")).encode()  # no lone surrogates
         if not isinstance(plain.get("prompt"), str) or not plain["prompt"]:
             raise ConfigError(f'{failed} has no text "prompt"; return the text, or a mapping with it')
         return plain

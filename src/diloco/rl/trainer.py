@@ -13,7 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from diloco.exchange.dialling import dialler, found
 from diloco.learner.experts import mixture_blocks
 from diloco.learner.learner import FINISH_TIMEOUT_S, Learner
 from diloco.rl.batching import Batch, batches
-from diloco.rl.loss import PRESETS, Loss, policy_loss, token_log_probs
-from diloco.rl.settings import table_of, tokenizer_of
+from diloco.rl.loss import policy_loss, token_log_probs
+from diloco.rl.settings import loss_of, table_of, tokenizer_of
 from diloco.rl.tasks import Tasks
 from diloco.rl.tokenizer import Tokenizer
 from diloco.tracking.feed import Feed, open_feed, persistent_id
@@ -242,14 +242,6 @@ class Part:
     mask: Tensor
     rollout_log_probs: Tensor
     advantages: Tensor
-
-
-def loss_of(table: RlTable) -> Loss:
-    """The loss of a run file: `rl.loss` selects what it is a mean over, other keys have their own values."""
-    return replace(
-        PRESETS[table.loss], clip_low=table.clip_low, clip_high=table.clip_high, delta=table.delta or None,
-        kl=table.kl, scale=table.scale, importance_cap=table.importance_cap or None,
-    )  # fmt: skip
 
 
 def supervised_start(model: nn.Module, config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> float:

@@ -256,6 +256,8 @@ class WorkClient:
                 except (PayloadError, ExchangeError) as error:
                     if not self.closing.is_set():
                         log.warning("%s drops a group: %s", self.name, error)
+                        refused = Score(group.number, reason=printable(str(error))[:MAX_REASON])
+                        self._scores.setdefault(group.number, refused)  # or its prompt would be leased again
                 with self._changed:
                     self._leases.pop(group.number, None)
                     self._sending.discard(group.number)
@@ -332,7 +334,9 @@ class WorkClient:
             self._fresh = [number for number in self._fresh if number in self._leases]
             for number in reply.numbers:
                 place = pb.GroupPlace(number=number) if self._role == "rollout" else places.get(number)
-                if number not in held and place is not None:
+                if place is None:  # a repair has lost it
+                    self._scores.setdefault(number, Score(number, reason=f"the bytes of group {number} are lost"))
+                elif number not in held:
                     self._leases[number] = place
                     self._fresh.append(number)
                     num_new += 1

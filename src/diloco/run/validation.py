@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
+from diloco.escaping import MAX_REASON, printable
 from diloco.protocol.contribution import OVERLAP, Contribution
 from diloco.protocol.groups import Made, Work
 from diloco.protocol.leases import Ask
+from diloco.protocol.manifest import MOST_FRAGMENTS
 from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
 from diloco.protocol.units import Ranges, is_set
@@ -62,8 +64,11 @@ MAX_UNIT = 2**53
 MAX_GROUPS = 4096
 """Groups, or rewards of one, in a message."""
 
-MAX_REASON = 300
-"""Characters of a sentence about a group."""
+MAX_TASK = 64
+"""Characters of a task's name."""
+
+MAX_STALENESS = 100
+"""Versions that a group may be old."""
 
 MAX_RANGES = 2**15
 """Ranges of units in one message: more than the inner steps between two contributions, each of which reads a few."""
@@ -208,11 +213,16 @@ def check_ask(learner: str, ask: Ask) -> None:
     data = ask.data
     _within(learner, "units of data in all passes", data.num_units * max(1, data.passes), MAX_UNIT)
     _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
-    if len(data.digest) > MAX_SOURCE or not (data.digest.isascii() and data.digest.isalnum()):
+    if not _is_digest(data.digest):
         raise PayloadError(
             f"{learner!r} identifies its data with {data.digest[:MAX_SOURCE]!r}; use 1 to {MAX_SOURCE} letters and "
             "digits."
         )
+    if (rules := data.groups) is not None:
+        numbers = rules.vocab_size, rules.group_size, rules.max_prompt_tokens, rules.max_tokens, rules.queue
+        is_plausible = all(0 < each <= MAX_UNIT for each in numbers) and 2 <= rules.group_size <= MAX_GROUPS
+        if not is_plausible or rules.max_staleness > MAX_STALENESS or not _is_digest(rules.digest):
+            raise PayloadError(f"{learner!r} names impossible rules of groups ({rules}); is it of another version?")
     for units in ask.claim:
         _check_units(learner, units)
 
@@ -238,8 +248,14 @@ def check_made(worker: str, made: Made) -> None:
     _within(worker, "the number of its group", made.number, MAX_UNIT)
     _within(worker, "tokens of its group", made.num_tokens, MAX_TOKENS)
     texts = made.task, made.weights, made.digest
-    if not all(0 < len(text) <= 64 and text.isprintable() for text in texts) or len(made.rewards) > MAX_GROUPS:
-        raise PayloadError(f"{worker!r} describes group {made.number} by {texts}; is it of another version?")
+    is_short = len(made.rewards) <= MAX_GROUPS and len(made.versions) <= MOST_FRAGMENTS
+    if not all(0 < len(text) <= MAX_TASK and text.isprintable() for text in texts) or not is_short:
+        said = ", ".join(printable(text, MAX_SOURCE) for text in texts)
+        raise PayloadError(f"{worker!r} describes group {made.number} by {said}; is it of another version?")
+
+
+def _is_digest(text: str) -> bool:
+    return 0 < len(text) <= MAX_SOURCE and text.isascii() and text.isalnum()
 
 
 def _check_units(learner: str, units: Ranges) -> None:

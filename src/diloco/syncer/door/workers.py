@@ -9,14 +9,13 @@ from typing import Literal
 import grpc
 
 from diloco.errors import DilocoError, PayloadError
-from diloco.escaping import printable
+from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import MAX_GROUP_BYTES, CompletionGroup, hash_of
 from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.groups import Assigned, Group, Made, Work
 from diloco.protocol.leases import GroupRules
-from diloco.run.validation import MAX_REASON
 from diloco.syncer.door.admission import Call, Kind
 from diloco.syncer.door.open_calls import CallGuard
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -61,8 +60,10 @@ class WorkerCalls:
         self.guard.admit(context, caller, request, "rollout", "groups")
         data, hosted = request.data, self.host()
         rules = hosted.ask(lambda driver: driver.core.groups.rules)
-        if len(data) > MAX_GROUP_BYTES or rules is None:
+        if len(data) > MAX_GROUP_BYTES:
             raise PayloadError(f"a group of {len(data)} bytes is not accepted; send at most {MAX_GROUP_BYTES}.")
+        if rules is None:
+            raise PayloadError("no trainer has joined the run yet, so that it takes no groups; ask for prompts first.")
         made = value_of(Made, request, num_bytes=len(data), digest=hash_of(data), num_tokens=0)
         made = _checked(made, data, rules)
 
