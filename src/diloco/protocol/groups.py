@@ -522,6 +522,8 @@ class Groups:
     def look(self) -> None:
         """Leases of trainers have changed: count the groups that are merged now, and those that were returned and are
         too old."""
+        if not self.groups:
+            return
         for number in self._merged(self._leases):
             self._settle(number, "merged")
         self._drop_stale()

@@ -421,9 +421,10 @@ class SyncerCore:
             ConfigError, PayloadError: as `Leases.ask`.
         """
         self.check(learner, incarnation)
-        before = self.leases.leased
+        before = () if ask.data.groups is None else self.leases.leased
         grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
-        self.groups.leased(minus(grant.units, before))  # a request may be repeated
+        if ask.data.groups is not None:
+            self.groups.leased(minus(grant.units, before))  # a request may be repeated
         self._wants_record |= grant.number > 0
         return grant, self._wake(now)
 
