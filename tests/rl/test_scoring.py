@@ -118,7 +118,7 @@ def test_scores_are_those_of_the_task(scorer: Scorer) -> None:
     ("does", "message"),
     [
         ("raises", r'task "trials" raised ValueError \(bad \\x1b digit\) for completion 2; correct its score function'),
-        ("nan", r'task "trials" returned nan, which is not a finite number; correct'),
+        ("nan", r'task "trials" returned nan, which is not a finite number up to 1e\+06; correct'),
         ("inf", "returned -inf, which"),
         ("text", "returned '1.0', which"),
         ("nothing", "returned None, which"),

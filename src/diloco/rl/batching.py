@@ -133,8 +133,6 @@ def batches(learner: Learner, config: RunConfig) -> Generator[Batch, None, None]
     exchange, num = learner.exchange, table.groups_per_step
     if not isinstance(exchange, Remote) or exchange.door is None or learner.rank[1] > 1:
         raise ConfigError("groups need a learner of one process over a syncer; make its exchange by diloco.connect(…).")
-    if rules.queue < num:
-        raise ConfigError(f"rl.queue = {rules.queue} is below rl.groups_per_step = {num}, so no step begins; raise it.")
     units = learner.lease(data_of(rules), num_ahead=num)
     return _iterate(learner, units, GroupReader(exchange.door, learner.name, rules), num, loss_of(table).scale)
 
