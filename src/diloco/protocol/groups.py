@@ -38,7 +38,6 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
-from diloco.escaping import MAX_REASON
 from diloco.protocol.leases import GroupRules, Leases
 from diloco.protocol.units import Ranges, common, count, minus, ranges_of, split, union
 
@@ -665,8 +664,8 @@ MAX_REWARD = 1e6
 MAX_TASKS = 64
 """Whose rewards are kept apart."""
 
-MAX_REFUSALS = 20
-"""Newest refusals that are kept for people."""
+MAX_REFUSALS, MAX_REASON = 20, 300
+"""Newest refusals that are kept for people, and characters of each."""
 
 
 def digest_of(digests: Iterable[str]) -> str:
