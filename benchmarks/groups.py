@@ -3,8 +3,9 @@
     python -m benchmarks.groups [--in-flight N] [--seconds S] [--json]
 
 A real syncer serves a run from a directory. Two rollout workers, threads of one process, send groups of 8 completions
-of 256 tokens with their rewards, each with N calls under way; a group is answered once it is durable. 64 learners have
-joined and send a heartbeat a second, from a process of their own, first alone and then beside the groups.
+of 256 tokens with their rewards, each with N groups under way, up to 16 a call, which is answered once it is durable.
+512 of them wait for a trainer until the end, as in a full queue; the others have no signal. 64 learners have joined and
+send a heartbeat a second, from a process of their own, first alone and then beside the groups.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ RUN, WIDTH = "groups", 16
 NAMES = [f"beats-{number}" for number in range(64)]
 NUM_WORKERS = 2
 GROUP_SIZE, NUM_TOKENS = 8, 256
+A_CALL, WAITING = 16, 512
 RULES = GroupRules("0" * 64, 1000, GROUP_SIZE, 64, NUM_TOKENS, max_staleness=4, queue=100_000)
 
 
@@ -51,9 +53,9 @@ class Row:
     """One stretch.
 
     Attributes:
-        in_flight: calls of each worker under way; 0: there are no groups.
+        in_flight: groups of each worker under way; 0: there are no groups.
         groups_per_s, mb_per_s: acknowledged.
-        answer_s: from a group to its answer, median.
+        answer_s: from a call to its answer, median.
         heartbeats: sent, and how long their answers took.
     """
 
@@ -113,7 +115,7 @@ class Rollout:
         self._connection = Connection(address, insecure=True)
         self._order = 0
         self.took_s: list[float] = []
-        self.num_bytes = 0
+        self.num_groups = self.num_bytes = 0
 
     def _lease(self) -> list[int]:
         self._order += 1
@@ -123,27 +125,35 @@ class Rollout:
         )  # fmt: skip
         return list(self._connection.call("control", "Work", request, pb.WorkReply).numbers)
 
-    def _send(self, number: int) -> None:
+    def _group(self, number: int) -> pb.MadeGroup:
         num = GROUP_SIZE * NUM_TOKENS
         data = CompletionGroup(
             number, "sums", 0, (0,), self._weights, "0" * 64, 1.0, torch.ones(32, dtype=torch.int32),
             torch.randint(0, 1000, (num,), dtype=torch.int32), torch.full((GROUP_SIZE,), NUM_TOKENS, dtype=torch.int32),
             torch.zeros(GROUP_SIZE, dtype=torch.bool), -torch.rand(num),
         ).to_bytes()  # fmt: skip
-        request = pb.GroupRequest(
-            run=RUN, learner=self.name, process=1, number=number, task="sums", versions=[0], weights=self._weights,
-            rewards=[float(index % 2) for index in range(GROUP_SIZE)], data=data,
+        return pb.MadeGroup(
+            number=number, task="sums", versions=[0], weights=self._weights, data=data,
+            rewards=[float(number < WAITING and index % 2) for index in range(GROUP_SIZE)],
         )  # fmt: skip
+
+    def _send(self, numbers: list[int]) -> None:
+        groups = [self._group(number) for number in numbers]
+        request = pb.GroupsRequest(run=RUN, learner=self.name, process=1, groups=groups)
         sent = time.monotonic()
-        self._connection.call("contributions", "Group", request, pb.GroupReply, timeout_s=60.0)
+        self._connection.call("contributions", "Groups", request, pb.GroupsReply, timeout_s=60.0)
         self.took_s.append(time.monotonic() - sent)
-        self.num_bytes += len(data)
+        self.num_groups += len(groups)
+        self.num_bytes += sum(len(group.data) for group in groups)
 
     def work(self, until_s: float) -> None:
         """Send groups until then."""
         with ThreadPoolExecutor(self._in_flight) as pool:
             while time.monotonic() < until_s:
-                list(pool.map(self._send, self._lease()))
+                numbers = self._lease()
+                list(
+                    pool.map(self._send, (numbers[first : first + A_CALL] for first in range(0, len(numbers), A_CALL)))
+                )
 
 
 def _join(name: str, process: int, layout: str) -> pb.JoinRequest:
@@ -181,7 +191,7 @@ def run(in_flight: list[int], seconds: float) -> list[Row]:
         )  # fmt: skip
         Connection(address, insecure=True).call("joins", "Lease", lease, pb.LeaseReply)
         for num in (0, *in_flight):
-            print(f"{num} calls of each worker under way …", file=sys.stderr)
+            print(f"{num} groups of each worker under way …", file=sys.stderr)
             workers = [Rollout(address, f"w{index}-{num}", weights, num) for index in range(NUM_WORKERS if num else 0)]
             until_s = time.monotonic() + seconds
             threads = [threading.Thread(target=worker.work, args=(until_s,), daemon=True) for worker in workers]
@@ -193,8 +203,8 @@ def run(in_flight: list[int], seconds: float) -> list[Row]:
             took_s = [each for worker in workers for each in worker.took_s]
             mb = sum(worker.num_bytes for worker in workers) / 1e6
             median_s, p99_s = statistics.median(beats), beats[int(0.99 * len(beats))]
-            rate = len(took_s) / seconds, mb / seconds, statistics.median(took_s or [0.0])
-            rows.append(Row(num, *rate, len(beats), median_s, p99_s, beats[-1]))
+            num_groups, answer_s = sum(worker.num_groups for worker in workers), statistics.median(took_s or [0.0])
+            rows.append(Row(num, num_groups / seconds, mb / seconds, answer_s, len(beats), median_s, p99_s, beats[-1]))
     return rows
 
 

@@ -289,7 +289,7 @@ class RlTable(Table):
     max_tokens: int = Field(default=16, ge=1)  # of a completion
     temperature: float = Field(default=1.0, gt=0)
     max_staleness: int = Field(default=4, ge=0, le=100)  # versions of a fragment, after which a group is dropped
-    queue: int | None = Field(default=None, gt=0)  # groups generated ahead; default: 2 steps of all planned trainers
+    queue: int | None = Field(default=None, gt=0)  # groups generated ahead; default: 4 steps of all planned trainers
     reward: Literal["workers", "inline"] = "workers"  # inline: rollout workers score what they generate
     score_timeout_s: float = Field(default=10.0, gt=0)  # of one group
     score_memory_mb: int = Field(default=2048, ge=64)

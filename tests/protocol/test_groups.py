@@ -16,7 +16,7 @@ from diloco.core.quorum import AllLive
 from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
 from diloco.protocol.actions import Action, PersistRecord, WakeAt
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.groups import PACK_S, Assigned, Made, Score, Work, digest_of
+from diloco.protocol.groups import PACK_S, Assigned, Made, digest_of
 from diloco.protocol.leases import Ask, DataSet, Grant, GroupRules
 from diloco.protocol.members import Report
 from diloco.protocol.records import Record, rolled_back
@@ -24,6 +24,7 @@ from diloco.protocol.rounds.base import Rules
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.units import Ranges, ranges_of
+from diloco.protocol.workers import Score, Work
 
 RULES = GroupRules("r" * 64, 100, 2, 8, 8, max_staleness=1, queue=8)
 GOOD, BAD = (1.0, 0.0), (0.5, 0.5)
@@ -59,14 +60,10 @@ class Run:
     def work(
         self, role: Any = "rollout", worker: str = "w", process: int = 1, *, holds: Sequence[int] = (), wants: int = 0,
         scores: Sequence[Score] = (), order: int | None = None, digest: str = RULES.digest,
-        refusals: Sequence[str] = (),
     ) -> Assigned:  # fmt: skip
         one = worker, process
         self.orders[one] = self.orders.get(one, 0) + 1
-        message = Work(
-            role, worker, process, order or self.orders[one], digest, tuple(holds), wants, tuple(scores),
-            tuple(refusals),
-        )  # fmt: skip
+        message = Work(role, worker, process, order or self.orders[one], digest, tuple(holds), wants, tuple(scores))
         try:
             assigned, self.actions = self.core.work(self.now, message)
         finally:
@@ -249,12 +246,12 @@ def test_a_lost_worker_returns_what_it_holds() -> None:
     run.work("rollout", "other", holds=[2])
     run.core.tick(6.0)
     run.check()
-    assert run.core.groups.returned == ((0, 2),)
+    assert run.core.groups.workers.free["rollout"] == ((0, 2),)
     run.now = 6.0
     assert run.work("rollout", "other", holds=[2], wants=2).numbers == (0, 1, 2)
     assert run.work("rollout", "w", holds=[0, 1]).numbers == ()  # it was not lost, but slow
     with refused("was sent before, or its prompt is not leased"):
-        run.core.groups.workers["rollout", "other"].holds.clear()
+        run.core.groups.workers.live["rollout", "other"].holds.clear()
         run.group(0)
 
 
@@ -279,7 +276,7 @@ def test_a_newer_process_of_a_name_replaces_the_older_one() -> None:
     run = Run()
     assert run.work(wants=2).numbers == (0, 1)
     assert run.work(process=2, wants=1).numbers == (0,)
-    assert run.core.groups.returned == ((1, 2),)
+    assert run.core.groups.workers.free["rollout"] == ((1, 2),)
     with pytest.raises(StaleIncarnationError, match="another process works as rollout 'w' now"):
         run.work(process=1, holds=[0, 1])
     with pytest.raises(StaleIncarnationError, match="process 1 does not work as rollout 'w' now"):
@@ -293,7 +290,7 @@ def test_an_overtaken_message_changes_nothing() -> None:
     assert run.work(wants=1, order=5).numbers == (0,)
     answer = run.work(holds=[7], wants=3, order=4)
     assert (answer.numbers, answer.why) == ((), "this message was overtaken by a newer one")
-    assert run.core.groups.workers["rollout", "w"].holds == {0}
+    assert run.core.groups.workers.live["rollout", "w"].holds == {0}
     run.work("reward", "r", order=2)
     run.now = PACK_S
     run.work("reward", "r", order=1, scores=[Score(0, GOOD)])
@@ -304,7 +301,7 @@ def test_what_a_worker_drops_is_free_at_once() -> None:
     run = Run()
     run.work(wants=3)
     run.work(holds=[1])
-    assert run.core.groups.returned == ((0, 1), (2, 3))
+    assert run.core.groups.workers.free["rollout"] == ((0, 1), (2, 3))
     assert run.work("rollout", "v", wants=3).numbers == (0, 2, 3)
 
 
@@ -331,15 +328,15 @@ def test_prompts_that_were_never_leased_are_not_claimed() -> None:
     assert run.work(holds=[10**6]).numbers == ()
     assert run.core.groups.frontier == 0
     assert run.work(holds=[15]).numbers == (15,)
-    assert run.core.groups.returned == ((0, 15),)
+    assert run.core.groups.workers.free["rollout"] == ((0, 15),)
 
 
 def test_a_worker_with_other_settings_is_refused() -> None:
     run = Run()
     with pytest.raises(ConfigError, match="rollout 'w' has other settings"):
         run.work(wants=1, digest="x" * 64)
-    assert run.core.groups.refusals[-1][0] == "rollout w"
-    assert run.core.groups.worker_counts["rollout", "w"]["refused"] == 1
+    assert run.core.groups.workers.refusals[-1][0] == "rollout w"
+    assert run.core.groups.workers.counts["rollout", "w"]["refused"] == 1
     other = replace(run.data, groups=replace(RULES, max_staleness=3))
     with pytest.raises(ConfigError, match="give all learners the same data"):
         run.core.lease(0.0, "b", 1, Ask(1, 1, other))
@@ -385,11 +382,12 @@ def test_a_full_queue_holds_back_rollouts_and_nothing_else() -> None:
 
 
 def test_refusals_of_workers_are_counted_and_the_newest_shown() -> None:
-    run = Run()
-    run.work("reward", "r", refusals=[f"number {number} hangs" for number in range(30)])
-    assert run.core.groups.worker_counts["reward", "r"]["refused"] == 30
-    assert len(run.core.groups.refusals) == 20
-    assert run.core.groups.refusals[-1] == ("reward r", "number 29 hangs")
+    run = Run(rules=replace(RULES, queue=30))
+    prompts = run.work(wants=30).numbers
+    run.work(scores=[Score(number, reason=f"prompt {number} cannot be sampled") for number in prompts])
+    assert run.core.groups.workers.counts["rollout", "w"]["refused"] == run.core.groups.counts["dropped"] == 30
+    assert len(run.core.groups.workers.refusals) == 20
+    assert run.core.groups.workers.refusals[-1] == ("rollout w", "prompt 29 cannot be sampled")
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -408,7 +406,7 @@ def test_a_group_that_arrives_twice_counts_once() -> None:
     run.totals(acknowledged=1, waiting=1)
     with refused("group 0 was sent before"):
         run.group(0, digest="other bytes")
-    assert run.core.groups.worker_counts["rollout", "w"] == {"generated": 1, "refused": 1}
+    assert run.core.groups.workers.counts["rollout", "w"] == {"generated": 1, "refused": 1}
 
 
 def test_the_first_of_two_workers_with_one_prompt_counts() -> None:
@@ -444,9 +442,10 @@ def test_a_group_that_is_no_good_is_refused_and_counted(changes: dict[str, Any],
     with refused(says):
         run.group(0, **changes)
     run.totals()
-    assert run.core.groups.worker_counts["rollout", "w"] == {"refused": 1}
-    assert run.work(holds=[0]).numbers == (0,)
-    assert run.group(0)  # the same prompt again
+    assert run.core.groups.workers.counts["rollout", "w"] == {"refused": 1}
+    dropped = "number" not in changes
+    assert run.work(holds=[0], wants=1).numbers == ((1,) if dropped else (0, 1))  # it may be no good from any worker
+    assert run.core.groups.counts["dropped"] == dropped
 
 
 def test_weights_are_those_of_the_versions_as_long_as_those_are_kept() -> None:
@@ -480,7 +479,7 @@ def test_groups_that_are_not_trained(score: Score, end: str, says: str | None) -
     run.work("reward", "r", wants=1)
     run.work("reward", "r", scores=[score])
     run.totals(acknowledged=1, **{end.replace(" ", "_"): 1})
-    assert says is None or run.core.groups.refusals[-1][1].startswith(says)
+    assert says is None or run.core.groups.workers.refusals[-1][1].startswith(says)
     run.record()
     run.restart()
     run.totals(acknowledged=1, **{end.replace(" ", "_"): 1})
@@ -551,7 +550,7 @@ def test_a_clock_that_stood_still_loses_no_worker() -> None:
     run.work(wants=1)
     run.core.was_suspended(100.0)
     run.core.tick(101.0)
-    assert run.core.groups.workers["rollout", "w"].holds == {0}
+    assert run.core.groups.workers.live["rollout", "w"].holds == {0}
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
@@ -610,7 +609,7 @@ def test_a_group_that_a_trainer_cannot_use_is_refused() -> None:
     run.lease("a", 1)
     run.work("trainer", "a", scores=[Score(0, reason="its object is missing")])
     run.totals(acknowledged=1, refused=1)
-    assert run.core.groups.refusals == [("trainer a", "its object is missing")]
+    assert run.core.groups.workers.refusals == [("trainer a", "its object is missing")]
 
 
 @pytest.mark.parametrize("how", ["leaves", "is rejected"])
@@ -715,9 +714,9 @@ def test_a_worker_is_lost_when_the_wake_up_for_it_comes_to_the_bit() -> None:
     for tenths in range(1, 100):
         groups = Run().core.groups
         groups.work(0.1 * tenths, Work("rollout", "w", 1, 1, RULES.digest))
-        at = groups.wake_at(6.1)
-        groups.tick(at, 6.1)
-        assert not groups.workers
+        at = groups.workers.wake_at(6.1)
+        groups.workers.tick(at, 6.1)
+        assert not groups.workers.live
 
 
 def test_a_reward_that_fp32_could_not_square_is_refused() -> None:

@@ -240,7 +240,7 @@ def test_keys_of_another_role_or_name_are_refused(tmp_path: Path) -> None:
         assert made.result(60).reason == scored.result(60).reason == "over"
 
 
-def a_group(run: ServedHere, number: int, **changed: Any) -> pb.GroupRequest:
+def a_group(run: ServedHere, number: int, **changed: Any) -> pb.MadeGroup:
     """A group of this prompt, with the newest version."""
     model, rules = newest_model(run.syncer.address, run=RUN), run.rules()
     values = {
@@ -252,10 +252,10 @@ def a_group(run: ServedHere, number: int, **changed: Any) -> pb.GroupRequest:
         "ended": torch.zeros(rules.group_size, dtype=torch.bool), "log_probs": torch.full((rules.group_size,), -1.0),
     }  # fmt: skip
     group = CompletionGroup(**{**values, **changed})
-    return message_of(pb.GroupRequest, group, data=group.to_bytes())
+    return message_of(pb.MadeGroup, group, data=group.to_bytes())
 
 
-def test_prompts_of_garbage_return_and_a_group_sent_twice_counts_once(tmp_path: Path) -> None:
+def test_garbage_is_refused_and_a_group_sent_twice_counts_once(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False):
         run.groups()
         with WorkClient(run.config(), "rollout", "paris", run.rules().digest, 1) as client:
@@ -263,21 +263,23 @@ def test_prompts_of_garbage_return_and_a_group_sent_twice_counts_once(tmp_path: 
                 {"data": b"garbage"}, {"tokens": torch.full((4,), 1000, dtype=torch.int32)}, {"weights": "0" * 64},
                 {"versions": (7,)},
             ]  # fmt: skip
+            numbers = set[int]()
             for num, bad in enumerate(garbage, 1):
                 [lease] = client.take(1, 60)
+                numbers.add(lease.number)
                 group = a_group(run, lease.number, **{key: value for key, value in bad.items() if key != "data"})
                 group.data = bad.get("data", group.data)
-                client.send(group)
+                client.send([group])
                 until(lambda least=num: run.worker("rollout", "paris")["refused"] == least, "it is accepted")
             [lease] = client.take(1, 60)
             for _ in range(2):
-                client.send(a_group(run, lease.number))
+                client.send([a_group(run, lease.number)])
             until(lambda: run.groups()["acknowledged"] > 0, "a group is not accepted")
             client.take(1, 60)
             run.require_account()
             assert (run.groups()["acknowledged"], run.worker("rollout", "paris")["refused"]) == (1, len(garbage))
         frontier, free = run.free_prompts()
-        assert free == set(range(frontier)) - {lease.number}
+        assert free == set(range(frontier)) - numbers - {lease.number}
 
 
 def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
@@ -292,7 +294,7 @@ def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
         with WorkClient(run.config(), "rollout", "paris", run.rules().digest, 1) as client:
             for num, (changed, reason) in enumerate(cases, 1):
                 [lease] = client.take(1, 60)
-                client.send(a_group(run, lease.number, **changed))
+                client.send([a_group(run, lease.number, **changed)])
                 until(lambda least=num: run.groups()["refused"] == least, "it is scored")
                 assert reason in run.groups()["refusals"][-1][1]
         run.require_account()

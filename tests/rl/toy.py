@@ -21,6 +21,7 @@ from diloco.errors import NotInitialisedError
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import CompletionGroup
+from diloco.exchange.wire.values import message_of
 from diloco.protocol.contribution import Budget
 from diloco.rl.settings import rules_of
 from diloco.rl.tokenizer import open_tokenizer
@@ -116,13 +117,10 @@ class Rollout:
         until(has_leases, "no prompts are leased")
         numbers, versions = list(replies[-1].numbers), list(replies[-1].versions)
         weights = self._syncer.driver.ask(lambda driver: driver.core.groups.weights_of(versions)) or "unknown"
-        for number in numbers:
-            group = group_of(number, versions, weights, self._config)
-            request = pb.GroupRequest(
-                run=RUN, learner="hands", process=1, number=number, task=group.task, versions=versions,
-                weights=weights, rewards=rewards, data=group.to_bytes(),
-            )  # fmt: skip
-            self._connection.call("groups", "Group", request, pb.GroupReply)
+        made = [group_of(number, versions, weights, self._config) for number in numbers]
+        groups = [message_of(pb.MadeGroup, group, rewards=rewards, data=group.to_bytes()) for group in made]
+        request = pb.GroupsRequest(run=RUN, learner="hands", process=1, groups=groups)
+        assert not self._connection.call("groups", "Groups", request, pb.GroupsReply).refused
         return numbers
 
     @contextmanager

@@ -17,9 +17,10 @@ import diloco
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoppedError
 from diloco.protocol.contribution import Budget
-from diloco.protocol.groups import Group, numbers_of
+from diloco.protocol.groups import Group
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.members import Deadlines
+from diloco.protocol.units import numbers_of
 from diloco.rl.settings import data_of, rules_of, tokenizer_of
 from diloco.syncer.server import Options, Syncer
 from diloco.training.model import build_model
@@ -116,7 +117,7 @@ class ServedHere(ServedRun):
     def free_prompts(self) -> tuple[int, set[int]]:
         """The first prompt that was never leased, and those before it that are free."""
         return self.syncer.driver.ask(
-            lambda driver: (driver.core.groups.frontier, set(numbers_of(driver.core.groups.returned)))
+            lambda driver: (driver.core.groups.frontier, set(numbers_of(driver.core.groups.workers.free["rollout"])))
         )
 
 

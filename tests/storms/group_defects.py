@@ -9,6 +9,7 @@ from tests.storms.defects import Defect
 
 from diloco.protocol.groups import Groups
 from diloco.protocol.leases import Leases
+from diloco.protocol.workers import Workers
 from diloco.run.driver import Driver
 from diloco.run.executor import Writes
 
@@ -68,10 +69,8 @@ def takes_every_answer(patch: pytest.MonkeyPatch) -> None:
     check = Groups._check
 
     def known(self: Groups, made: Any) -> None:
-        before, self.groups = self.groups, {n: it for n, it in self.groups.items() if n != made.number}
-        self.returned = tuple(sorted({*self.returned, (made.number, made.number + 1)}))
+        self.workers.offer("rollout", [made.number])
         check(self, made)
-        self.groups = before
 
     patch.setattr(Groups, "_check", known)
 
@@ -81,12 +80,7 @@ def counts_what_was_merged_as_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_leases_of_the_lost(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Groups, now: float, lost_s: float) -> None:
-        for key, worker in list(self.workers.items()):
-            if now - worker.seen_at >= lost_s:
-                del self.workers[key]
-
-    patch.setattr(Groups, "tick", forget)
+    patch.setattr(Workers, "_release", lambda self, key, held: self.live[key].holds.difference_update(held))
 
 
 def scores_before_they_are_durable(patch: pytest.MonkeyPatch) -> None:

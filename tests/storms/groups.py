@@ -17,11 +17,12 @@ from tests.storms.wire import gone
 
 from diloco.errors import DilocoError, PayloadError, StaleIncarnationError
 from diloco.exchange.virtual.syncer import SimulatedDriver
-from diloco.protocol.groups import ENDS, STALE, Assigned, Groups, Made, Score, Work, digest_of, numbers_of
+from diloco.protocol.groups import ENDS, STALE, Assigned, Groups, Made, digest_of
 from diloco.protocol.leases import Grant, GroupRules, Leases
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.syncer import SyncerCore
-from diloco.protocol.units import Ranges, common, count, minus, ranges_of, union
+from diloco.protocol.units import Ranges, common, count, minus, numbers_of, ranges_of, union
+from diloco.protocol.workers import Score, Work
 
 if TYPE_CHECKING:
     from tests.storms.learners import Process
@@ -213,18 +214,18 @@ class WorkerProcess:
             name, process = self._worker.name, self.number
 
             def request(driver: SimulatedDriver, reply: Reply) -> None:
-                driver.made(name, process, made, data, lambda: reply(None))
+                driver.made(name, process, [made], [data], reply)
 
             self.line.call(request, partial(self._sent, made))
 
-    def _sent(self, made: Made, answer: DilocoError | None) -> None:
+    def _sent(self, made: Made, answer: Sequence[Score] | DilocoError) -> None:
         if made.number not in self.done or self.done[made.number][1] != made:
             return
-        if answer is None:
+        if not answer:
             self._storm.group_book.was_acknowledged(made)
             self._is_over(made.number)
-        elif isinstance(answer, PayloadError):  # another one was faster, or its rewards are no numbers
-            require(self._storm.plan.goes_back or "load them again" not in str(answer), f"{answer}")
+        elif not isinstance(answer, DilocoError):  # another one was faster, or its rewards are no numbers
+            require(self._storm.plan.goes_back or "load them again" not in answer[0].reason, f"{answer}")
             self.holds.pop(made.number)
             self.done.pop(made.number)
         elif isinstance(answer, StaleIncarnationError):  # a syncer that has just begun does not know it
@@ -455,9 +456,9 @@ def check_groups(core: SyncerCore) -> None:
     require(sum(totals.values()) == 2 * totals["acknowledged"], f"{totals} do not add up")
     offered = {number for number, group in groups.groups.items() if group.rewards}
     require(trained | set(numbers_of(leases.returned)) == offered, "other groups are offered than have rewards")
-    prompts, free = _held(groups, "rollout"), set(numbers_of(groups.returned))
+    prompts, free = _held(groups, "rollout"), set(numbers_of(groups.workers.free["rollout"]))
     require(not prompts & free and not (prompts | free) & groups.groups.keys(), "a prompt is in two places")
-    num = len(prompts | free) + totals["acknowledged"]
+    num = len(prompts | free) + totals["acknowledged"] + groups.counts["dropped"]
     require(num == groups.frontier, f"{num} prompts are accounted for, of {groups.frontier}")
     require(groups._unsaved.keys() <= groups.groups.keys() - offered - scoring, "what is not durable is used")
     versions = [each.version for each in core.fragments]
@@ -482,7 +483,7 @@ def check_lease(core: SyncerCore, new: Ranges, num_before: int) -> None:
 
 
 def _held(groups: Groups, role: str) -> set[int]:
-    held = [number for key, worker in groups.workers.items() if key[0] == role for number in worker.holds]
+    held = [number for key, worker in groups.workers.live.items() if key[0] == role for number in worker.holds]
     require(len(held) == len(set(held)), f"{sorted(held)} are leased twice")
     return set(held)
 

@@ -8,16 +8,16 @@ from tests.storms.group_defects import DEFECTS
 from tests.storms.plans import WORKER_FAULTS, plan_of
 from tests.storms.runs import failures, firsts, quiet, run
 
-PER_TEST = 2
+PER_TEST = 1
 
 
-@pytest.mark.parametrize("first", firsts(20_000, 40, PER_TEST, 2))
+@pytest.mark.parametrize("first", firsts(20_000, 8, PER_TEST, 1))
 def test_storms_of_groups(first: int) -> None:
     found = failures(range(first, first + PER_TEST), groups=True)
     assert [str(each) for each in found if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(20_000, 20, PER_TEST, 2))
+@pytest.mark.parametrize("first", firsts(20_002, 4, PER_TEST, 1))
 def test_storms_of_groups_with_two_syncers(first: int) -> None:
     found = failures(range(first, first + PER_TEST), groups=True, standby=True)
     assert [str(each) for each in found if each is not None] == []

@@ -51,6 +51,11 @@ def traffic(learner: str, received: int, sent: int) -> ev.Traffic:
 
 START = ev.SyncerStarted(run="demo", address="x")
 
+GROUPS = ev.GroupsProgress(
+    acknowledged=9, waiting=1, leased=2, ended={"merged": 3, "stale": 1, "without signal": 2, "refused": 0}, prompts=4,
+    queue=8, max_staleness=4, staleness={"0": 5}, rewards={"TASK": 0.5}, scored={"TASK": 8}, workers=(), refusals=(),
+)  # fmt: skip
+
 
 def test_a_runs_progress() -> None:
     values = SyncerValues()
@@ -188,7 +193,7 @@ def test_the_documentation_has_every_name_and_no_other() -> None:
         for event in (
             progress(1.0, 1, 1, "a"), merged(("a",), ("a",), 1.0), traffic("a", 2, 1),
             ev.Reported(by="a", tokens=1, loss=1.0, scores={"TASK/METRIC": 1.0}),
-            progress(2.0, 2, 2, "a", ledger={"merged": 1}),
+            progress(2.0, 2, 2, "a", ledger={"merged": 1}, groups=GROUPS),
         )
     ]  # fmt: skip
     told += map(trainer_point, (

@@ -34,59 +34,13 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
 from diloco.protocol.leases import GroupRules, Leases
-from diloco.protocol.units import Ranges, common, count, minus, ranges_of, split, union
-
-Role = Literal["rollout", "reward", "trainer"]
-
-Key = tuple[str, str]
-"""Role and name of a worker."""
-
-MAX_WORKERS = 1024
-"""Workers that are live at once, and whose numbers are kept."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """What became of a group, or of a prompt for which none can be generated.
-
-    Attributes:
-        rewards: one per completion.
-        reason: why it is not used, in a sentence; "": it has rewards. "stale": a trainer has gone beyond it.
-    """
-
-    number: int
-    rewards: tuple[float, ...] = ()
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A worker's message: what it has, and what it asks for.
-
-    Attributes:
-        process: a random number of the worker's process; that of a trainer, its incarnation.
-        order: ascending with every message of the process.
-        digest: of the worker's settings, as `GroupRules.digest`.
-        holds: prompts (of a rollout worker) or groups that it has and works on.
-        wants: how many more it can take.
-        scores: of groups that it is done with; of a rollout worker, the prompts that it can make no group of.
-        refusals: what it could not do since its last message, as sentences, for people.
-    """
-
-    role: Role
-    worker: str
-    process: int
-    order: int
-    digest: str
-    holds: tuple[int, ...] = ()
-    wants: int = 0
-    scores: tuple[Score, ...] = ()
-    refusals: tuple[str, ...] = ()
+from diloco.protocol.units import Ranges, common, count, minus, numbers_of, ranges_of, split, union
+from diloco.protocol.workers import Key, Score, Work, Workers, units_of
 
 
 @dataclass(frozen=True)
@@ -152,23 +106,6 @@ class Assigned:
 
 
 @dataclass
-class Worker:
-    """A worker that is live.
-
-    Attributes:
-        former: the last processes of its name that have ended.
-        versions: those that its last group was made with.
-    """
-
-    process: int
-    seen_at: float
-    order: int = 0
-    former: tuple[int, ...] = ()
-    holds: set[int] = field(default_factory=set)
-    versions: tuple[int, ...] = ()
-
-
-@dataclass
 class TaskRewards:
     """Rewards of a task: the number of scored groups, and the mean over the last ones (weight of the newest: 1/50)."""
 
@@ -189,28 +126,25 @@ class Groups:
 
     Attributes:
         frontier: all prompts from this one on were never leased.
-        returned: prompts below it that are free.
+        workers: with the free prompts below it, and the groups that wait for a reward worker.
         groups: those that are not settled, by number.
-        counts: of all groups: "acknowledged", and those that are settled, by their end.
-        workers: that are live.
-        worker_counts: by worker: "generated", "scored", "refused".
-        refusals: the newest ones, each with its worker, for people.
+        counts: of all groups: "acknowledged", and those that are settled, by their end; "dropped": of prompts that no
+            group is made of.
         staleness: of groups when a trainer leased them.
         tasks: rewards by task.
     """
 
     def __init__(self, leases: Leases, versions: Sequence[int]) -> None:
         self._leases = leases
-        self.frontier, self.returned = 0, Ranges()
+        self.frontier, self.workers = 0, Workers()
         self.groups: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
-        self.workers: dict[Key, Worker] = {}
-        self.worker_counts: dict[Key, Counter[str]] = {}
-        self.refusals: list[tuple[str, str]] = []
         self.staleness: Counter[int] = Counter()
         self.tasks: dict[str, TaskRewards] = {}
+        self._offered = Ranges()  # groups with rewards
         self._versions = tuple(versions)
         self._digests: list[dict[int, str]] = [{} for _ in versions]
+        self._packs: Counter[int] = Counter()  # groups by their pack
         self._pack, self._pack_bytes, self._packed_at = 1, 0, -math.inf
         self._is_waiting = False  # workers wait for a record
         self._unsaved: dict[int, int] = {}  # groups that are not durable, with the record that has them (0: none yet)
@@ -229,84 +163,51 @@ class Groups:
             paused: why no worker gets anything now; None: the run is not paused.
 
         Raises:
-            StaleIncarnationError: a newer process works under this name.
-            ConfigError: its settings differ from the run's. PayloadError: too many workers.
+            ConfigError: its settings differ from the run's. StaleIncarnationError, PayloadError: as `Workers.heard`.
         """
-        worker, key = self._heard(now, work), (work.role, work.worker)
+        worker, key = self.workers.heard(now, work), (work.role, work.worker)
         self._is_waiting |= bool(work.scores)
         if worker is None:
             return Assigned(why="this message was overtaken by a newer one", versions=self._versions)
-        for refusal in work.refusals:
-            self._refuse(key, refusal)
         if (rules := self.rules) is None:
             return Assigned(why="no trainer has joined the run yet", versions=self._versions)
         self._check_settings(key, work.digest, rules)
-        for score in work.scores:
-            if work.role == "reward":
-                self._score(key, score, rules)
-            elif score.number in worker.holds:  # no worker can generate it
-                worker.holds.remove(score.number)
-                self._refuse(key, score.reason)
         is_rollout = work.role == "rollout"
-        free = self._free_prompts(work.holds, rules) if is_rollout else self._free_groups
-        kept = {number for number in work.holds if number in worker.holds or count(common(free, _one(number)))}
-        self._release(key, worker.holds - kept)
-        self._lease(worker, kept, is_rollout=is_rollout)
-        why, room = paused or "", 0 if paused else work.wants
-        if is_rollout and room > (left := self._room(rules)):
-            why, room = f"the run's queue of {rules.queue} groups is full", left
-        given = set[int]()
-        if room > 0:
-            free = self.returned if is_rollout else self._free_groups
-            back, _ = split(free, room)
-            given = set(numbers_of(back))
-            if is_rollout:
-                given |= set(range(self.frontier, self.frontier + room - len(given)))
-            why = why or ("" if len(given) == work.wants else "no group waits for a reward")
-            self._lease(worker, given, is_rollout=is_rollout)
+        for score in work.scores:
+            if not is_rollout:
+                self._score(key, score, rules)
+            elif score.number in worker.holds:
+                self._drop(key, score.number, score.reason)
+        if is_rollout:
+            self._claim(work.holds, rules)
+        self.workers.holds(key, work.holds)
+        why = self._give(key, work.wants, rules) if paused is None else paused
         held = tuple(sorted(worker.holds))
-        groups = () if is_rollout else tuple(self.groups[number] for number in held)
-        return Assigned(held, groups, why, self._versions)
+        return Assigned(held, () if is_rollout else tuple(self.groups[n] for n in held), why, self._versions)
+
+    def _give(self, key: Key, wants: int, rules: GroupRules) -> str:
+        """Lease up to so many to a worker; returns why it gets fewer."""
+        role, why = key[0], ""
+        if role == "rollout":
+            if wants > (room := self._room(rules)):
+                why, wants = f"the run's queue of {rules.queue} groups is full", room
+            num_new = max(0, wants - count(self.workers.free[role]))
+            self._claim([self.frontier + num_new - 1] if num_new else [], rules)
+        elif wants > count(self.workers.free[role]):
+            why = "no group waits for a reward"
+        given, _ = split(self.workers.free[role], wants)
+        self.workers.lease(key, given)
+        return why
 
     def _room(self, rules: GroupRules) -> int:
         """How many more prompts may be leased."""
-        num_ahead = len(self.groups) - self._num_trained + self._num_leased("rollout")
+        num_ahead = len(self.groups) - self._num_trained + len(self.workers.leased("rollout"))
         return 0 if len(self._packs) >= MAX_PACKS else max(0, rules.queue - num_ahead)
 
     @property
     def _num_trained(self) -> int:
-        """Groups that trainers have leased."""
-        return len(self._among(self._leases.leased))
-
-    def _among(self, units: Ranges) -> list[int]:
-        """The groups among these units, which may be millions in a run of other data."""
-        return numbers_of(common(units, ranges_of((n, n + 1) for n in self.groups)))
-
-    @property
-    def _packs(self) -> set[int]:
-        return {group.pack for group in self.groups.values()}
-
-    def _heard(self, now: float, work: Work) -> Worker | None:
-        """The worker of a message; None: a newer one of its process was read before."""
-        key = work.role, work.worker
-        worker = self.workers.get(key)
-        if worker is not None and work.process in worker.former:
-            raise StaleIncarnationError(
-                f"another process works as {work.role} {work.worker!r} now; give every worker its own name."
-            )
-        if worker is None or worker.process != work.process:
-            if worker is None and len(self.workers) >= MAX_WORKERS:
-                raise PayloadError(f"the run has {MAX_WORKERS} workers already; stop one of them.")
-            former: tuple[int, ...] = ()
-            if worker is not None:
-                self._release(key, set(worker.holds))
-                former = (*worker.former, worker.process)[-4:]
-            worker = self.workers[key] = Worker(work.process, now, former=former)
-        worker.seen_at = now
-        if work.order <= worker.order:
-            return None
-        worker.order = work.order
-        return worker
+        """Groups that trainers have leased; in a run of other data they may have leased millions of units."""
+        return count(common(self._leases.leased, self._offered))
 
     def _check_settings(self, key: Key, digest: str, rules: GroupRules) -> None:
         if digest != rules.digest:
@@ -314,68 +215,28 @@ class Groups:
                 f"{key[0]} {key[1]!r} has other settings of [rl] and [task] or another tokenizer (digest "
                 f"{digest[:12]}) than the run's trainers ({rules.digest[:12]}); give all of them the same run file."
             )
-            self._refuse(key, error)
+            self.workers.refuse(key, error)
             raise ConfigError(error)
 
-    def _free_prompts(self, held: Sequence[int], rules: GroupRules) -> Ranges:
-        """The free prompts. A restarted syncer may not know yet of prompts that workers hold."""
-        stop = max((number + 1 for number in held), default=0)
+    def _claim(self, prompts: Sequence[int], rules: GroupRules) -> None:
+        """Make all prompts up to these free. A restarted syncer may not know yet of prompts that workers hold."""
+        stop = max((number + 1 for number in prompts), default=0)
         if self.frontier < stop <= self.frontier + 2 * rules.queue:
-            self.returned = union(self.returned, ((self.frontier, stop),))
+            self.workers.offer("rollout", range(self.frontier, stop))
             self.frontier = stop
-        return self.returned
 
-    @property
-    def _free_groups(self) -> Ranges:
-        """Groups that wait for a reward worker."""
-        free = (n for n, group in self.groups.items() if not group.rewards and n not in self._unsaved)
-        return minus(ranges_of((n, n + 1) for n in free), self._held("reward"))
-
-    def _held(self, role: Role) -> Ranges:
-        held = (n for key, worker in self.workers.items() if key[0] == role for n in worker.holds)
-        return ranges_of((n, n + 1) for n in held)
-
-    def _num_leased(self, role: Role) -> int:
-        return sum(len(worker.holds) for key, worker in self.workers.items() if key[0] == role)
-
-    def _lease(self, worker: Worker, given: set[int], *, is_rollout: bool) -> None:
-        worker.holds |= given
-        if is_rollout and given:
-            self.frontier = max(self.frontier, max(given) + 1)
-            self.returned = minus(self.returned, ranges_of((n, n + 1) for n in given))
-
-    def _release(self, key: Key, held: set[int]) -> None:
-        """End leases of a worker."""
-        self.workers[key].holds -= held
-        if key[0] == "rollout":
-            self.returned = union(self.returned, ranges_of((n, n + 1) for n in held))
-
-    def _refuse(self, key: Key, reason: str) -> None:
-        self._count(key, "refused")
-        self.refusals = [*self.refusals, (f"{key[0]} {key[1]}", reason[:MAX_REASON])][-MAX_REFUSALS:]
-
-    def _count(self, key: Key, what: str) -> None:
-        counts = self.worker_counts.pop(key, None) or Counter()
-        counts[what] += 1
-        self.worker_counts[key] = counts  # the newest last
-        if len(self.worker_counts) > MAX_WORKERS:
-            del self.worker_counts[next(iter(self.worker_counts))]
-
-    def tick(self, now: float, lost_s: float) -> None:
-        """End the leases of workers that were silent for so long."""
-        for key, worker in list(self.workers.items()):
-            if now >= worker.seen_at + lost_s:  # to the bit, as `wake_at` has it
-                self._release(key, set(worker.holds))
-                del self.workers[key]
-
-    def wake_at(self, lost_s: float) -> float:
-        """When `tick` is due."""
-        return min((worker.seen_at + lost_s for worker in self.workers.values()), default=math.inf)
+    def _drop(self, key: Key, number: int, reason: str) -> None:
+        """No group can be made of a prompt that this worker holds, or what it sent is no good: it isn't leased again,
+        since it may be so for every worker."""
+        holds = self.workers.live[key].holds
+        self.counts["dropped"] += number in holds
+        holds.discard(number)
+        self.workers.refuse(key, reason)
 
     def was_suspended(self, seconds: float) -> None:
         """As `SyncerCore.was_suspended`."""
         self._packed_at += seconds
-        for worker in self.workers.values():
+        for worker in self.workers.live.values():
             worker.seen_at += seconds
 
     # --- groups -------------------------------------------------------------------------------------------------------
@@ -387,8 +248,8 @@ class Groups:
         Raises:
             PayloadError: the group is not accepted. StaleIncarnationError: as `work`.
         """
-        key = ("rollout", worker)
-        known = self.workers.get(key)
+        key: Key = ("rollout", worker)
+        known = self.workers.live.get(key)
         if known is None or process in known.former or process != known.process:
             raise StaleIncarnationError(
                 f"process {process:x} does not work as rollout {worker!r} now; ask for prompts before groups are sent."
@@ -403,22 +264,18 @@ class Groups:
         try:
             self._check(made)
         except PayloadError as error:
-            self._refuse(key, str(error))
+            self._drop(key, number, str(error))
             raise
-        if number in known.holds:
-            known.holds.remove(number)
-        else:  # the first answer counts
-            self.returned = minus(self.returned, _one(number))
-            for other in (it for (role, _), it in self.workers.items() if role == "rollout"):
-                other.holds.discard(number)
+        self.workers.end("rollout", number)  # the first answer counts
         known.versions, self._is_waiting = made.versions, True
-        self._count(key, "generated")
+        self.workers.count(key, "generated")
         self.counts["acknowledged"] += 1
         group = Group(made, worker, process, self._pack, self._pack_bytes)
         if group.staleness(self._versions) > self._max_staleness:
             self.counts["stale"] += 1
             return False
         self.groups[number], self._unsaved[number] = group, 0
+        self._packs[self._pack] += 1
         self._pack_bytes += made.num_bytes
         return True
 
@@ -432,10 +289,7 @@ class Groups:
             raise PayloadError(f"group {number} has no leased prompt: no trainer has joined the run yet; drop it.")
         if made.fault:
             raise PayloadError(f"group {number} is not well formed: {made.fault}")
-        is_taken = number in self.groups or not (
-            count(common(self.returned, _one(number))) or count(common(self._held("rollout"), _one(number)))
-        )
-        if is_taken:
+        if not self.workers.has("rollout", number):
             raise PayloadError(f"group {number} was sent before, or its prompt is not leased; drop it.")
         if len(made.versions) != len(self._versions) or not self._are_known(made.versions):
             raise PayloadError(
@@ -472,15 +326,14 @@ class Groups:
     def _score(self, key: Key, score: Score, rules: GroupRules) -> None:
         """A worker is done with a group. The second score of a group changes nothing."""
         group = self.groups.get(score.number)
-        for other in (it for (role, _), it in self.workers.items() if role == "reward"):
-            other.holds.discard(score.number)
         if group is None or group.rewards or score.number in self._unsaved:
             return
+        self.workers.end("reward", score.number)
         if score.reason or not _are_usable(score.rewards, rules):
-            self._refuse(key, score.reason or f"group {score.number} got rewards {list(score.rewards)}")
+            self.workers.refuse(key, score.reason or f"group {score.number} got rewards {list(score.rewards)}")
             self._settle(score.number, "refused")
             return
-        self._count(key, "scored")
+        self.workers.count(key, "scored")
         self._reward(score.number, score.rewards)
 
     def _reward(self, number: int, rewards: tuple[float, ...]) -> None:
@@ -491,13 +344,21 @@ class Groups:
             self._settle(number, "without signal")
             return
         self.groups[number] = replace(group, rewards=rewards)
-        self._leases.offer(_one(number))
+        self._offered = union(self._offered, units_of([number]))
+        self._leases.offer(units_of([number]))
 
     def _settle(self, number: int, end: str) -> None:
-        del self.groups[number]
+        pack = self.groups.pop(number).pack
+        self._packs[pack] -= 1
+        if not self._packs[pack]:
+            del self._packs[pack]
+        self._offered = minus(self._offered, units_of([number]))
         self.counts[end] += 1
 
     # --- trainers -----------------------------------------------------------------------------------------------------
+
+    def _among(self, units: Ranges) -> list[int]:
+        return numbers_of(common(units, self._offered))
 
     def leased(self, units: Ranges) -> None:
         """Trainers have leased these groups."""
@@ -516,20 +377,19 @@ class Groups:
             is_stale = reasons[number] == STALE
             self._settle(number, STALE if is_stale else "refused")
             if not is_stale:
-                self._refuse(("trainer", learner), reasons[number])
+                self.workers.refuse(("trainer", learner), reasons[number])
 
     def look(self) -> None:
         """Leases of trainers have changed: count the groups that are merged now, and those that were returned and are
         too old."""
         if not self.groups:
             return
-        for number in self._merged(self._leases):
+        for number in numbers_of(self._merged(self._leases)):
             self._settle(number, "merged")
         self._drop_stale()
 
-    def _merged(self, leases: Leases) -> list[int]:
-        offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
-        return numbers_of(minus(offered, union(leases.leased, leases.returned)))
+    def _merged(self, leases: Leases) -> Ranges:
+        return minus(self._offered, union(leases.leased, leases.returned))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -552,17 +412,16 @@ class Groups:
             is_gone = not self._are_known(group.made.versions)
             if number not in leased and (is_gone or group.staleness(versions) > self._max_staleness):
                 if group.rewards:
-                    self._leases.withdraw(_one(number))
+                    self._leases.withdraw(units_of([number]))
                 self._unsaved.pop(number, None)
-                for worker in self.workers.values():
-                    worker.holds.discard(number)
+                self.workers.end("reward", number)
                 self._settle(number, STALE)
 
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def totals(self) -> dict[str, int]:
         """The number of groups: acknowledged, and in each state; prompts that are leased are not among them."""
-        leased = self._num_trained + self._num_leased("reward")
+        leased = self._num_trained + len(self.workers.leased("reward"))
         ends = {end: self.counts[end] for end in ENDS}
         return {
             "acknowledged": self.counts["acknowledged"], "waiting": len(self.groups) - leased, "leased": leased, **ends,
@@ -573,21 +432,12 @@ class Groups:
         if (rules := self.rules) is None:
             return None
         return {
-            **self.totals(), "prompts": self._num_leased("rollout"), "queue": rules.queue,
+            **self.totals(), "prompts": len(self.workers.leased("rollout")), "queue": rules.queue,
             "max_staleness": rules.max_staleness,
             "staleness": {str(versions): num for versions, num in sorted(self.staleness.items())},
             "rewards": {name: task.mean for name, task in self.tasks.items()},
             "scored": {name: task.num for name, task in self.tasks.items()},
-            "workers": [self._worker_status(key) for key in sorted(self.worker_counts.keys() | self.workers)],
-            "refusals": list(self.refusals),
-        }  # fmt: skip
-
-    def _worker_status(self, key: Key) -> dict[str, Any]:
-        counts, worker = self.worker_counts.get(key, Counter()), self.workers.get(key)
-        holds, versions = (0, ()) if worker is None else (len(worker.holds), worker.versions)
-        return {
-            "role": key[0], "name": key[1], "live": worker is not None or key[0] == "trainer",
-            **{each: counts[each] for each in ("generated", "scored", "refused")}, "holds": holds, "versions": versions,
+            "workers": self.workers.status(), "refusals": list(self.workers.refusals),
         }  # fmt: skip
 
     def saved(self, serial: int, then: Leases) -> dict[str, Any] | None:
@@ -599,17 +449,18 @@ class Groups:
         if self.rules is None:
             self._is_waiting = False
             return None
-        merged = set(self._merged(then))
+        merged = set(numbers_of(self._merged(then)))
         kept = {number: group for number, group in self.groups.items() if number not in merged}
         counts = {**self.counts, "merged": self.counts["merged"] + len(merged)}
         self._unsaved = {number: at or serial for number, at in self._unsaved.items()}
         self._is_waiting = False
         if self._pack_bytes:
             self._pack, self._pack_bytes = self._pack + 1, 0
+        prompts = union(self.workers.free["rollout"], units_of(self.workers.leased("rollout")))
         return {
-            "frontier": self.frontier, "free": union(self.returned, self._held("rollout")),
-            "groups": [_as_list(group) for group in kept.values()], "counts": counts, "pack": self._pack,
-            "packs": sorted({group.pack for group in kept.values()}), "keep": self._max_staleness + 1,
+            "frontier": self.frontier, "free": prompts, "groups": [_as_list(group) for group in kept.values()],
+            "counts": counts, "pack": self._pack, "packs": sorted({group.pack for group in kept.values()}),
+            "keep": self._max_staleness + 1,
             "digests": [[[version, digest] for version, digest in each.items()] for each in self._digests],
             "staleness": [[k, v] for k, v in self.staleness.items()],
             "tasks": {name: [task.num, task.mean] for name, task in self.tasks.items()},
@@ -619,30 +470,38 @@ class Groups:
         """Continue from `saved`; the leases were restored before."""
         if values is None:
             return
-        self.frontier, self.returned = values["frontier"], ranges_of(values["free"])
+        self.frontier, self.workers.free["rollout"] = values["frontier"], ranges_of(values["free"])
         self.groups = {group.made.number: group for group in map(_group_of, values["groups"])}
+        self._packs = Counter(group.pack for group in self.groups.values())
+        self._offered = units_of(n for n, group in self.groups.items() if group.rewards)
         self.counts, self._pack = Counter(values["counts"]), values["pack"]
         self.staleness = Counter(dict(values["staleness"]))
         self.tasks = {name: TaskRewards(*task) for name, task in values["tasks"].items()}
         for own, saved, newest in zip(self._digests, values["digests"], self._versions, strict=True):
             own |= {version: digest for version, digest in saved if version not in own and version <= newest}
-        offered = ranges_of((n, n + 1) for n, group in self.groups.items() if group.rewards)
-        lost = minus(union(self._leases.leased, self._leases.returned), offered)  # merged, before a repair went back
+        # A repair went back: these were merged.
+        lost = minus(union(self._leases.leased, self._leases.returned), self._offered)
         self._leases.withdraw(lost)
         self.counts["merged"] -= count(lost)
         self.counts[STALE] += count(lost)
         self.published(self._versions)
         for number, group in list(self.groups.items()):
-            if group.made.rewards and not group.rewards:  # the record was taken before
-                self._reward(number, group.made.rewards)
+            if not group.rewards:
+                self._is_durable(number, group.made.rewards)
 
     def recorded(self, now: float, serial: int) -> None:
         """The record with this serial number is durable."""
         self._packed_at = now
         for number in [number for number, at in self._unsaved.items() if 0 < at <= serial]:
             del self._unsaved[number]
-            if rewards := self.groups[number].made.rewards:
-                self._reward(number, rewards)
+            self._is_durable(number, self.groups[number].made.rewards)
+
+    def _is_durable(self, number: int, rewards: tuple[float, ...]) -> None:
+        """A new group is durable: it goes to trainers if its worker has scored it, otherwise to a reward worker."""
+        if rewards:
+            self._reward(number, rewards)
+        else:
+            self.workers.offer("reward", [number])
 
 
 STALE = "stale"
@@ -664,22 +523,10 @@ MAX_REWARD = 1e6
 MAX_TASKS = 64
 """Whose rewards are kept apart."""
 
-MAX_REFUSALS, MAX_REASON = 20, 300
-"""Newest refusals that are kept for people, and characters of each."""
-
 
 def digest_of(digests: Iterable[str]) -> str:
     """The digest of a model's weights from those of its fragments."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def numbers_of(units: Ranges) -> list[int]:
-    """All numbers of a set."""
-    return [number for first, stop in units for number in range(first, stop)]
-
-
-def _one(number: int) -> Ranges:
-    return ((number, number + 1),)
 
 
 def _are_usable(rewards: tuple[float, ...], rules: GroupRules) -> bool:
@@ -687,7 +534,7 @@ def _are_usable(rewards: tuple[float, ...], rules: GroupRules) -> bool:
 
 
 def _as_list(group: Group) -> list[Any]:
-    return [astuple(group.made), group.worker, group.process, group.pack, group.start, group.rewards]
+    return [[*vars(group.made).values()], group.worker, group.process, group.pack, group.start, group.rewards]
 
 
 def _group_of(values: Sequence[Any]) -> Group:

@@ -28,7 +28,7 @@ from diloco.errors import PayloadError, StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
-from diloco.protocol.groups import Assigned, Groups, Made, Work
+from diloco.protocol.groups import Assigned, Groups, Made
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
 from diloco.protocol.records import Record, require_numbers
@@ -36,6 +36,7 @@ from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
 from diloco.protocol.units import minus, ranges_of
+from diloco.protocol.workers import Work
 
 
 class SyncerCore:
@@ -276,7 +277,7 @@ class SyncerCore:
                 member.progressed_at = now
             if (reason := self.deadlines.passed(now, member)) is not None:
                 actions += self._evict(member.learner, reason, replaced=False)
-        self.groups.tick(now, self.deadlines.lost_floor_s)
+        self.groups.workers.tick(now, self.deadlines.lost_floor_s)
         return actions + self._look_again(now)
 
     def was_suspended(self, seconds: float) -> None:
@@ -536,7 +537,7 @@ class SyncerCore:
     def _wake(self, now: float) -> list[Action]:
         """Request a record if one is needed, and a wake-up at the next deadline or end of a grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
-        times += [*self.rounds.ends(now), self.groups.wake_at(self.deadlines.lost_floor_s)]
+        times += [*self.rounds.ends(now), self.groups.workers.wake_at(self.deadlines.lost_floor_s)]
         due_at = self.groups.due_at(now)
         is_due = self._wants_record or self.accounting.needs_record or due_at <= now
         times = [at for at in (*times, *(() if is_due else (due_at,))) if at < math.inf]

@@ -32,6 +32,11 @@ def as_lists(a: Ranges) -> list[list[int]]:
     return [list(pair) for pair in a]
 
 
+def numbers_of(a: Ranges) -> list[int]:
+    """Return all numbers of the set, in order."""
+    return [number for first, stop in a for number in range(first, stop)]
+
+
 def numbers(a: Iterable[Iterable[int]]) -> str:
     """Return the numbers as text, such as "0-3, 7"."""
     return ", ".join(f"{first}" if stop == first + 1 else f"{first}-{stop - 1}" for first, stop in a)

@@ -31,9 +31,9 @@ from diloco.exchange.wire.groups import CompletionGroup, hash_of
 from diloco.following.sources import SyncerSource, until_answered
 from diloco.learner.learner import Learner
 from diloco.learner.leased_units import LeasedUnits
-from diloco.protocol.groups import STALE, numbers_of
+from diloco.protocol.groups import STALE
 from diloco.protocol.leases import GroupRules
-from diloco.protocol.units import ranges_of
+from diloco.protocol.units import numbers_of, ranges_of
 from diloco.rl.loss import advantages
 from diloco.rl.settings import data_of, loss_of, rules_of, table_of, tokenizer_of
 from diloco.store.reading import NOT_WHOLE

@@ -16,9 +16,9 @@ from diloco.errors import ConfigError, MissingObjectError, PayloadError, Stopped
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import CompletionGroup, hash_of
 from diloco.following.sources import LANES
-from diloco.protocol.groups import Score
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.manifest import Manifest
+from diloco.protocol.workers import Score
 from diloco.rl.rollout import IDLE_S
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import rules_of, table_of, tokenizer_of

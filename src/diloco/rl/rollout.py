@@ -19,7 +19,8 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import CompletionGroup
 from diloco.exchange.wire.values import message_of
 from diloco.following.follower import FollowedModel, follow
-from diloco.protocol.groups import Score, digest_of
+from diloco.protocol.groups import digest_of
+from diloco.protocol.workers import Score
 from diloco.rl.engines import Completion, Engine, OpenAIEngine, TransformersEngine, VLLMEngine
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import rules_of, table_of, tokenizer_of
@@ -191,10 +192,13 @@ class Rollout:
             for prompt in prompts:
                 self._generate([prompt], model)
             return
-        for prompt, completions in zip(prompts, found, strict=True):
-            self._send(prompt, completions, model, seed)
+        made = (self._made(prompt, its, model, seed) for prompt, its in zip(prompts, found, strict=True))
+        self._client.send([group for group in made if group is not None])
 
-    def _send(self, prompt: _Prompt, completions: Sequence[Completion], model: FollowedModel, seed: int) -> None:
+    def _made(
+        self, prompt: _Prompt, completions: Sequence[Completion], model: FollowedModel, seed: int
+    ) -> pb.MadeGroup | None:  # fmt: skip
+        """The group of a prompt; None: it cannot be scored here, which is reported."""
         rewards: list[float] = []
         if self._scorer is not None:
             texts = [self._tokenizer.decode(each.tokens.tolist()) for each in completions]
@@ -202,7 +206,7 @@ class Rollout:
                 rewards = self._scorer.score(prompt.task, prompt.values, texts)
             except ScoringError as error:
                 self._cannot(prompt.number, str(error))
-                return
+                return None
         group = CompletionGroup(
             prompt.number, prompt.task, seed, model.versions, digest_of(model.digests), self._tokenizer.digest,
             self._table.temperature, torch.tensor(prompt.tokens, dtype=torch.int32),
@@ -211,7 +215,7 @@ class Rollout:
             torch.tensor([each.ended for each in completions]), torch.cat([each.logprobs for each in completions]),
         )  # fmt: skip
         self.tally.add(Score(prompt.number, tuple(rewards)), f", {model}")
-        self._client.send(message_of(pb.GroupRequest, group, rewards=rewards, data=group.to_bytes()))
+        return message_of(pb.MadeGroup, group, rewards=rewards, data=group.to_bytes())
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -41,7 +41,7 @@ def rules_of(config: RunConfig, tokenizer: Tokenizer) -> GroupRules:
     tasks = {name: task.model_dump(mode="json") for name, task in config.task.items()}
     shared = [table.model_dump(mode="json", exclude=OWN), tasks, tokenizer.digest]
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
-    queue = table.queue or 2 * table.groups_per_step * config.run.learners
+    queue = table.queue or 4 * table.groups_per_step * config.run.learners
     return GroupRules(
         digest, tokenizer.vocab_size, table.group_size, table.max_prompt_tokens, table.max_tokens, table.max_staleness,
         queue,

@@ -12,10 +12,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, Self, TypeVar
 
 from diloco.config import RunConfig
@@ -33,7 +35,7 @@ from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.following.sources import SyncerSource
-from diloco.protocol.groups import Score
+from diloco.protocol.workers import Score
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import table_of
 from diloco.store.reading import NOT_WHOLE
@@ -51,11 +53,11 @@ POLL_S = 0.5
 ANSWER_S = 3.0
 """For the answer to a message; the next one repeats all of it."""
 
-UPLOAD_S = 60.0
-"""For the answer to a group."""
+UPLOAD_S, UPLOAD_BYTES = 60.0, 4 << 20
+"""For the answer to a call with groups, and the size of one with several of them."""
 
-UPLOADS, SENDING = 12, 24
-"""Groups on their way at a time, and with those that wait for that."""
+UPLOADS, SENDING = 4, 8
+"""Calls with groups on their way at a time, and with those that wait for that."""
 
 AWAY = (UnreachableError, StoreError)
 """Errors of a syncer that may answer the same call later."""
@@ -155,7 +157,7 @@ class WorkClient:
         self._changed = threading.Condition()
         self._leases: dict[int, pb.GroupPlace] = {}
         self._fresh: list[int] = []  # leased, and not taken
-        self._sending: set[int] = set()
+        self._sending, self._num_calls = set[int](), 0
         self._scores: dict[int, Score] = {}
         self._num_answers, self._is_short, self._is_away = 0, False, False
         self._failure: BaseException | None = None
@@ -206,16 +208,21 @@ class WorkClient:
             self._scores[score.number] = Score(score.number, score.rewards, reason)
             self._changed.notify_all()
 
-    def send(self, group: pb.GroupRequest) -> None:
-        """Send a group; waits while `SENDING` others are being sent."""
-        group.run, group.learner, group.process = self._run, self.name, self._process
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._sending) < SENDING or self.closing.is_set())
-            if self.closing.is_set():
-                return
-            self._sending.add(group.number)
-            self._changed.notify_all()
-        self._uploads.submit(self._upload, group)
+    def send(self, groups: Sequence[pb.MadeGroup]) -> None:
+        """Send groups, with one call where their size permits it; waits while `SENDING` calls are under way."""
+        while groups:
+            ends = list(accumulate(len(group.data) for group in groups))
+            num = max(1, bisect_right(ends, UPLOAD_BYTES))
+            request = pb.GroupsRequest(run=self._run, learner=self.name, process=self._process, groups=groups[:num])
+            groups = groups[num:]
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_calls < SENDING or self.closing.is_set())
+                if self.closing.is_set():
+                    return
+                self._num_calls += 1
+                self._sending.update(group.number for group in request.groups)
+                self._changed.notify_all()
+            self._uploads.submit(self._upload, request)
 
     def read(self, place: pb.GroupPlace) -> bytes | memoryview:
         """The bytes of a group. Raises as `SyncerSource.get`, and StoppedError: this was closed."""
@@ -241,26 +248,28 @@ class WorkClient:
         with self._changed:
             self._changed.wait_for(lambda: self._num_answers > num_answers or self.closing.is_set(), self._heartbeat_s)
 
-    def _upload(self, group: pb.GroupRequest) -> None:
-        """Send a group until it is answered; one that is refused is dropped."""
+    def _upload(self, request: pb.GroupsRequest) -> None:
+        """Send groups until they are answered; those that are refused are dropped."""
+        numbers = [group.number for group in request.groups]
         try:
             while not self.closing.is_set():
                 num_answers = self._num_answers
                 try:
-                    self._repeated(lambda: self._source.answer(
-                        lambda syncer: syncer.call("groups", "Group", group, pb.GroupReply, timeout_s=UPLOAD_S)
+                    reply = self._repeated(lambda: self._source.answer(
+                        lambda syncer: syncer.call("groups", "Groups", request, pb.GroupsReply, timeout_s=UPLOAD_S)
                     ))  # fmt: skip
                 except StaleIncarnationError:  # forgotten: the next message says who this is
                     self._wait_for_answer(num_answers)
                     continue
                 except (PayloadError, ExchangeError) as error:
-                    if not self.closing.is_set():
-                        log.warning("%s drops a group: %s", self.name, error)
-                        refused = Score(group.number, reason=printable(str(error))[:MAX_REASON])
-                        self._scores.setdefault(group.number, refused)  # or its prompt would be leased again
+                    reply = pb.GroupsReply(refused=[pb.GroupScore(number=numbers[0], reason=str(error))])
+                for refused in reply.refused:
+                    log.warning("%s drops group %d: %s", self.name, refused.number, printable(refused.reason))
                 with self._changed:
-                    self._leases.pop(group.number, None)
-                    self._sending.discard(group.number)
+                    for number in numbers:
+                        self._leases.pop(number, None)
+                    self._sending.difference_update(numbers)
+                    self._num_calls -= 1
                     self._changed.notify_all()
                 return
         except BaseException as error:  # noqa: BLE001 - `take` raises it

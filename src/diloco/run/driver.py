@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
@@ -40,12 +40,13 @@ from diloco.errors import (
 )
 from diloco.protocol.actions import Acknowledge, Action, Reject
 from diloco.protocol.contribution import Budget, Contribution, Standing
-from diloco.protocol.groups import Assigned, Made, Work
+from diloco.protocol.groups import Assigned, Made
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
+from diloco.protocol.workers import MAX_REASON, Score, Work
 from diloco.run import validation
 from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import FragmentAnswer
@@ -365,21 +366,34 @@ class Driver(Generic[H, S, P]):
             done(assigned)
 
     @event
-    def made(self, worker: str, process: int, made: Made, data: bytes, done: Callable[[], None]) -> None:
-        """A group was received. `done`: called once it is durable.
+    def made(
+        self, worker: str, process: int, made: Sequence[Made], data: Sequence[bytes],
+        done: Callable[[Sequence[Score]], None],
+    ) -> None:  # fmt: skip
+        """Groups were received. `done`: called once they are durable, with those that are not accepted.
 
         Arguments:
-            data: its bytes.
+            data: the bytes of each.
 
         Raises:
-            NotInitialisedError: there is no model yet. PayloadError, StaleIncarnationError: as `SyncerCore.made`.
+            NotInitialisedError: there is no model yet. PayloadError: the call is implausible.
+            StaleIncarnationError, NoRoomError: as `SyncerCore.made`.
         """
-        core = self.core
-        validation.check_made(worker, made)
-        is_new, actions = core.made(self._clock.now_s(), worker, process, made)
-        if is_new:
-            self._writes.pack(data)
-        self._writes.after_record(done)
+        core, refused, actions = self.core, list[Score](), list[Action]()
+        for each in made:
+            validation.check_made(worker, each)
+        for each, its_bytes in zip(made, data, strict=True):
+            try:
+                is_new, actions = core.made(self._clock.now_s(), worker, process, each)
+            except PayloadError as error:
+                refused.append(Score(each.number, reason=str(error)[:MAX_REASON]))
+                continue
+            if is_new:
+                self._writes.pack(its_bytes)
+        if len(refused) == len(made):
+            done(refused)
+            return
+        self._writes.after_record(partial(done, refused))
         self._executor.execute(actions)
 
     @event

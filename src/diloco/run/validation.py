@@ -15,12 +15,13 @@ from typing import Any, get_args
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.escaping import MAX_REASON, printable
 from diloco.protocol.contribution import OVERLAP, Contribution
-from diloco.protocol.groups import Made, Work
+from diloco.protocol.groups import Made
 from diloco.protocol.leases import Ask
 from diloco.protocol.manifest import MOST_FRAGMENTS
 from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
 from diloco.protocol.units import Ranges, is_set
+from diloco.protocol.workers import Work
 from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8
@@ -233,7 +234,7 @@ def check_work(work: Work) -> None:
     _within(work.worker, "the order of its message", work.order, MAX_UNIT)
     _within(work.worker, "what it wants", work.wants, MAX_GROUPS)
     numbers = [*work.holds, *(score.number for score in work.scores)]
-    texts = [*(score.reason for score in work.scores), *work.refusals]
+    texts = [score.reason for score in work.scores]
     if len(numbers) + len(texts) > 4 * MAX_GROUPS or not all(0 <= number <= MAX_UNIT for number in numbers):
         raise PayloadError(f"{work.worker!r} sends {len(numbers)} numbers of groups; send at most {MAX_GROUPS}.")
     if not all(len(text) <= MAX_REASON and text.isprintable() for text in (*texts, work.digest)):

@@ -195,7 +195,7 @@ class GroupScore(_message.Message):
     def __init__(self, number: _Optional[int] = ..., rewards: _Optional[_Iterable[float]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WorkRequest(_message.Message):
-    __slots__ = ("run", "learner", "role", "process", "order", "digest", "holds", "wants", "scores", "refusals")
+    __slots__ = ("run", "learner", "role", "process", "order", "digest", "holds", "wants", "scores")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -205,7 +205,6 @@ class WorkRequest(_message.Message):
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
-    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     role: str
@@ -215,8 +214,7 @@ class WorkRequest(_message.Message):
     holds: _containers.RepeatedScalarFieldContainer[int]
     wants: int
     scores: _containers.RepeatedCompositeFieldContainer[GroupScore]
-    refusals: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., role: _Optional[str] = ..., process: _Optional[int] = ..., order: _Optional[int] = ..., digest: _Optional[str] = ..., holds: _Optional[_Iterable[int]] = ..., wants: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[GroupScore, _Mapping]]] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., role: _Optional[str] = ..., process: _Optional[int] = ..., order: _Optional[int] = ..., digest: _Optional[str] = ..., holds: _Optional[_Iterable[int]] = ..., wants: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[GroupScore, _Mapping]]] = ...) -> None: ...
 
 class GroupPlace(_message.Message):
     __slots__ = ("number", "task", "object", "start", "num_bytes", "digest", "versions", "rewards", "worker")
@@ -252,31 +250,39 @@ class WorkReply(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, numbers: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[GroupPlace, _Mapping]]] = ..., why: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class GroupRequest(_message.Message):
-    __slots__ = ("run", "learner", "process", "number", "task", "versions", "weights", "rewards", "data")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
+class MadeGroup(_message.Message):
+    __slots__ = ("number", "task", "versions", "weights", "rewards", "data")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    learner: str
-    process: int
     number: int
     task: str
     versions: _containers.RepeatedScalarFieldContainer[int]
     weights: str
     rewards: _containers.RepeatedScalarFieldContainer[float]
     data: bytes
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., number: _Optional[int] = ..., task: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., weights: _Optional[str] = ..., rewards: _Optional[_Iterable[float]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., task: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., weights: _Optional[str] = ..., rewards: _Optional[_Iterable[float]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class GroupReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+class GroupsRequest(_message.Message):
+    __slots__ = ("run", "learner", "process", "groups")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    process: int
+    groups: _containers.RepeatedCompositeFieldContainer[MadeGroup]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[MadeGroup, _Mapping]]] = ...) -> None: ...
+
+class GroupsReply(_message.Message):
+    __slots__ = ("refused",)
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    refused: _containers.RepeatedCompositeFieldContainer[GroupScore]
+    def __init__(self, refused: _Optional[_Iterable[_Union[GroupScore, _Mapping]]] = ...) -> None: ...
 
 class Discard(_message.Message):
     __slots__ = ("reason", "tokens")

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.groups import Score
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Evaluation
+from diloco.protocol.workers import Score
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,8 +14,9 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.groups import MAX_GROUP_BYTES, CompletionGroup, hash_of
 from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 from diloco.exchange.wire.values import message_of, value_of
-from diloco.protocol.groups import Assigned, Group, Made, Work
+from diloco.protocol.groups import Assigned, Group, Made
 from diloco.protocol.leases import GroupRules
+from diloco.protocol.workers import Score, Work
 from diloco.syncer.door.admission import Call, Kind
 from diloco.syncer.door.open_calls import CallGuard
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -43,7 +44,7 @@ class WorkerCalls:
         """By method."""
         return {
             "Work": self.guard.unary("Work", self.work, pb.WorkRequest, "work", MAX_MESSAGE_BYTES),
-            "Group": self.guard.unary("Group", self.group, pb.GroupRequest, "groups", MAX_MESSAGE_BYTES),
+            "Groups": self.guard.unary("Groups", self.groups, pb.GroupsRequest, "groups", MAX_MESSAGE_BYTES),
         }
 
     def work(self, caller: Caller, request: pb.WorkRequest, context: grpc.ServicerContext) -> pb.WorkReply:
@@ -56,27 +57,28 @@ class WorkerCalls:
         groups = [_place(group, packs[group.pack]) for group in answer.groups if group.pack in packs]
         return pb.WorkReply(numbers=answer.numbers, groups=groups, why=answer.why, versions=answer.versions)
 
-    def group(self, caller: Caller, request: pb.GroupRequest, context: grpc.ServicerContext) -> pb.GroupReply:
+    def groups(self, caller: Caller, request: pb.GroupsRequest, context: grpc.ServicerContext) -> pb.GroupsReply:
         self.guard.admit(context, caller, request, "rollout", "groups")
-        data, hosted = request.data, self.host()
+        hosted = self.host()
         rules = hosted.ask(lambda driver: driver.core.groups.rules)
-        if len(data) > MAX_GROUP_BYTES:
-            raise PayloadError(f"a group of {len(data)} bytes is not accepted; send at most {MAX_GROUP_BYTES}.")
         if rules is None:
             raise PayloadError("no trainer has joined the run yet, so that it takes no groups; ask for prompts first.")
-        made = value_of(Made, request, num_bytes=len(data), digest=hash_of(data), num_tokens=0)
-        made = _checked(made, data, rules)
+        made, data = [_checked(each, rules) for each in request.groups], [each.data for each in request.groups]
 
-        def receive(driver: SyncerDriver, done: Callable[[None], None]) -> None:
-            driver.made(request.learner, request.process, made, data, lambda: done(None))
+        def receive(driver: SyncerDriver, done: Callable[[Sequence[Score]], None]) -> None:
+            driver.made(request.learner, request.process, made, data, done)
 
-        hosted.wait_for(receive, context)
-        return pb.GroupReply()
+        refused = hosted.wait_for(receive, context)
+        return pb.GroupsReply(refused=[message_of(pb.GroupScore, each) for each in refused])
 
 
-def _checked(made: Made, data: bytes, rules: GroupRules) -> Made:
+def _checked(sent: pb.MadeGroup, rules: GroupRules) -> Made:
     """The description of a group, with what is wrong with its bytes."""
+    data = sent.data
+    made = value_of(Made, sent, num_bytes=len(data), digest=hash_of(data), num_tokens=0)
     try:
+        if len(data) > MAX_GROUP_BYTES:
+            raise PayloadError(f"it has {len(data)} bytes; send at most {MAX_GROUP_BYTES}.")
         group = CompletionGroup.from_bytes(data)
         group.check(rules)
         if (group.number, group.task, group.versions, group.weights) != (
