@@ -88,7 +88,7 @@ class Roles(Family):
             self.wrong.append(f"{name} was stopped and ended with code {code}; see logs/{name}.log")
 
     def _end(self, name: str, number: int) -> int:
-        """Send a signal, and wait for the end; then the store of an ended syncer must be right. Returns the exit code."""
+        """Send a signal, and wait for the end; then the store of a syncer must be right. Returns the exit code."""
         process = self.children.pop(name).process
         process.send_signal(number)
         until(lambda: _is_dead(process.pid), f"{name} does not end by signal {number}")
