@@ -162,12 +162,12 @@ def works(name: str, first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         return True
     if role_of(name) == "trainer":  # the next version may have what it sent before
         then, fragment = first["fragments"][0]["version"], now["fragments"][0]
-        return bool(fragment["version"] > then + 1) and name in fragment["last_contributors"]
-    done = [
+        return bool(fragment["version"] > then + 1 and name in fragment["last_contributors"])
+    before, after = (
         sum(each["generated"] + each["scored"] for each in status["groups"]["workers"] if each["name"] == name)
         for status in (first, now)
-    ]  # fmt: skip
-    return done[1] > done[0]
+    )
+    return bool(after > before)
 
 
 def run(directory: Path, seed: int, num_faults: int, say: Callable[[str], None]) -> dict[str, Any]:
