@@ -3,6 +3,7 @@
     python -m benchmarks.reliability                     write the page from what is there
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `tests.chaos`
     python -m benchmarks.reliability standby 7 --faults 200                           one of `tests.chaos.standby`
+    python -m benchmarks.reliability roles 7 --faults 100                             one of `tests.chaos.roles`
     python -m benchmarks.reliability soak 1                                           a soak of an hour
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability again                                            those of them that have failed
@@ -12,8 +13,8 @@
     python -m benchmarks.reliability stopping                                         `python -m benchmarks.stopping`
     python -m benchmarks.reliability fuzz FILE       what  make fuzz ARGS="--json FILE"  has found
 
-Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos, of two syncers
-or of storms is not kept in place of another one: remove that first. What was not measured is said to be that.
+Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos, of two syncers,
+of roles or of storms is not kept in place of another one: remove that first. What was not measured is said to be that.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ ALONE = ("restart", "stopping", "floods", "control")
 
 def read_results() -> dict[str, Any]:
     """All that is in benchmarks/results. "made": of each, its name, commit and day."""
-    found: dict[str, Any] = {"chaos": [], "standby": [], "storms": [], "made": []}
+    found: dict[str, Any] = {"chaos": [], "standby": [], "roles": [], "storms": [], "made": []}
     for path in sorted(RESULTS.glob("*.json")):
         kind, kept = path.stem.partition("-")[0], json.loads(path.read_text())
         found["made"].append((path.stem, kept["commit"], kept["on"]))
         values = kept["result"]
-        if kind in ("chaos", "standby", "storms"):
+        if kind in ("chaos", "standby", "roles", "storms"):
             found[kind].append(values)
         else:
             found[kind] = values
@@ -114,9 +115,10 @@ def chaos(*arguments: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "standby", "soak", "storms", "again", "fuzz", *ALONE))
+    whats = ("chaos", "standby", "roles", "soak", "storms", "again", "fuzz", *ALONE)
+    parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument(
-        "which", nargs="?", help="the seed of chaos or standby, hours of a soak, FIRST-LAST of storms, or a file"
+        "which", nargs="?", help="the seed of chaos, standby or roles, hours of a soak, FIRST-LAST of storms, or a file"
     )
     chosen, more = parser.parse_known_args()
     measured = commit()
@@ -124,9 +126,9 @@ def main() -> None:
         case "chaos":
             name = require_new(f"chaos-{chosen.which}")
             keep(name, chaos("--seed", chosen.which, *more), measured)
-        case "standby":
-            name = require_new(f"standby-{chosen.which}")
-            keep(name, _output("tests.chaos.standby", "--json", "--seed", chosen.which, *more), measured)
+        case "standby" | "roles":
+            name = require_new(f"{chosen.what}-{chosen.which}")
+            keep(name, _output(f"tests.chaos.{chosen.what}", "--json", "--seed", chosen.which, *more), measured)
         case "soak":
             keep("soak", chaos("--soak", "--hours", chosen.which, *more), measured)
         case "storms":

@@ -10,7 +10,10 @@ from typing import Any
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.measures import RECOVERIES
 from tests.chaos.plan import LOST_S, kinds
+from tests.chaos.roles import KINDS as FAULTS
 from tests.chaos.standby import AND_REQUESTS, KINDS
+
+from diloco.protocol.groups import ENDS
 
 NOT_MEASURED = "not measured"
 
@@ -28,11 +31,11 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos", "standby" and "storms"; "restart", "stopping", "floods",
-    "control", "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
+    """The page, from results by name: lists of "chaos", "standby", "roles" and "storms"; "restart", "stopping",
+    "floods", "control", "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _shared(results["standby"]),
-        _virtual(results["storms"], results.get("again")),
+        _roles(results["roles"]), _virtual(results["storms"], results.get("again")),
         _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
         _floods(results.get("floods")), _control(results.get("control")), _others(results),
         _made(results["made"]),
@@ -160,6 +163,36 @@ hold has no result. Faults "with requests" come with requests that the bucket re
 From the fault until the standby serves, with a lease of {leases}, whatever else was wrong:
 
 {_table(("takeover after", "times", "median", "worst"), taken)}"""
+
+
+def _roles(runs: Sequence[dict[str, Any]]) -> str:
+    head = """## Roles of reinforcement learning
+
+`python -m benchmarks.reliability roles SEED --faults K`, a run of `tests.chaos.roles`: a syncer, two trainers, two
+rollout workers and two reward workers as processes, with a tiny model. Faults come one after the other, or two at once.
+After each, the acknowledged groups are exactly those in one state, as one status has them, no count is lower than
+before, more groups are merged, each process that was hit works again, and none has ended by itself. Freezes are shorter
+or longer than `lost_floor_s`, after which a silent worker is given up.
+"""
+    if not runs:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    each = [
+        (run["seed"], run["num_faults"], f"{run['seconds']:,.0f} s", run["versions"],
+         *(f"{run['groups'][state]:,}" for state in ("acknowledged", *ENDS)), "; ".join(run["violations"]) or "none")
+        for run in runs
+    ]  # fmt: skip
+    tried: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
+    for run in runs:
+        for kind, by_role in run["faults"].items():
+            tried[kind].update(by_role)
+    roles = ("syncer", "trainer", "rollout", "reward")
+    waits = sorted(wait for run in runs for wait in run["waits_s"])
+    return f"""{head}
+{_table(("seed", "faults", "for", "versions", "groups", *ENDS, "violations"), each)}
+{_table(("fault", *roles), [(kind, *(num[role] for role in roles)) for kind, num in tried.items()])}
+From the end of a strike until all processes that were hit work again: median {median(waits):.1f} s, worst
+{waits[-1]:.1f} s, with the start of Python and torch.
+"""
 
 
 def _invariants() -> str:
