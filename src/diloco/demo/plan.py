@@ -83,9 +83,9 @@ class RlPlan:
         kill_at_step: the victim is killed then.
     """
 
-    steps: int = 600
-    kill_at_step: int = 200
-    supervised_steps: int = 150
+    steps: int = 900
+    kill_at_step: int = 300
+    supervised_steps: int = 200
     rollouts: int = 2
     syncers: tuple[str, ...] = SYNCERS[:1]
 
@@ -168,7 +168,7 @@ def _rl_tables(directory: Path, plan: RlPlan, seed: int) -> dict[str, dict[str, 
         "train": {"threads": 1},
         "engine": {"threads": 1, "prompts": 16},
         "rl": {
-            "group_size": 8, "groups_per_step": 16, "max_prompt_tokens": 24, "max_tokens": 8,
+            "group_size": 8, "groups_per_step": 8, "max_prompt_tokens": 24, "max_tokens": 8,
             "supervised_steps": plan.supervised_steps, "supervised_lr": 4e-3,
         },
         "task": {
