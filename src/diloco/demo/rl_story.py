@@ -166,5 +166,6 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 def write_report(path: Path, outcome: RlOutcome, summary: dict[str, Any]) -> None:
     """Write the page of the run with the headline and the kills."""
-    text = f"A small model learns sums and differences of two digits. In numbers: {describe(summary)}.".replace("\n", "; ")
+    numbers = describe(summary).replace("\n", "; ")
+    text = f"A small model learns sums and differences of two digits. In numbers: {numbers}."
     write_story(path, read_run([outcome.config.dir])[1], outcome.kills, summary, text)
