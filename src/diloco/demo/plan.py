@@ -157,9 +157,10 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
 def _rl_tables(directory: Path, plan: RlPlan, seed: int) -> dict[str, dict[str, Any]]:
     """The run file of a demo of reinforcement learning: `examples/rl/run.toml` with one task and nothing held out."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
+    tokens = plan.steps * 2 * 8 * 8 * 4  # an answer has 2 or 3, so that the steps end the run
     return {
         "run": {
-            "name": "sums", "dir": str(directory), "seed": seed, "learners": 2, "tokens": 10**9, "steps": plan.steps
+            "name": "sums", "dir": str(directory), "seed": seed, "learners": 2, "tokens": tokens, "steps": plan.steps
         },
         "model": {**sizes, "num_attention_heads": 4, "num_key_value_heads": 4},
         "inner": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0},
