@@ -1,7 +1,7 @@
 # Everything a visitor or a CI machine does. Needs GNU make and Python 3.11 or newer with pip; the rest is installed into .venv.
 #
 #   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way; with
-#                 ARGS="--store bucket" the syncer of two, over a bucket of this machine
+#                 ARGS="--store bucket" the syncer of two, over a bucket of this machine; with ARGS=--rl reinforcement learning
 #   make test     the tests that a change needs, in two processes
 #   make test-all all tests, and which lines and branches they run
 #   make lint     ruff, mypy, import directions
@@ -34,10 +34,11 @@ LEARNERS ?= 3
 HOURS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
-# Three stamps: the demo needs less than the tests, and more for a bucket. What is installed for the tests serves the demo; a demo's .venv is completed.
+# Stamps: the demo needs less than the tests, and more for a bucket or for reinforcement learning. What is installed for the tests serves the demo; a demo's .venv is completed.
 MADE := $(VENV)/.made
 FOR_DEMO := $(VENV)/.installed-for-demo
 FOR_BUCKET := $(VENV)/.installed-for-demo-bucket
+FOR_RL := $(VENV)/.installed-for-demo-rl
 FOR_ALL := $(VENV)/.installed
 
 # Runs where the version is right, venv is complete or pip is at hand. Names that are mere shims fail here and are passed over.
@@ -54,7 +55,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loa
 
 all: lint test
 
-demo: $(if $(findstring bucket,$(ARGS)),$(FOR_BUCKET),$(FOR_DEMO))
+demo: $(if $(findstring bucket,$(ARGS)),$(FOR_BUCKET),$(if $(findstring --rl,$(ARGS)),$(FOR_RL),$(FOR_DEMO)))
 	$(BIN)/diloco demo $(ARGS)
 
 test: $(FOR_ALL)
@@ -173,11 +174,15 @@ $(FOR_BUCKET): $(FOR_DEMO)
 	@$(INSTALL) -e ".[demo-bucket]"
 	@touch $@
 
+$(FOR_RL): $(FOR_DEMO)
+	@$(INSTALL) -e ".[rl]"
+	@touch $@
+
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
 	@$(INSTALL) torch -e ".[train,dashboard,dev]"
 	@$(COMPILE)
-	@touch $(FOR_DEMO) $(FOR_BUCKET) $@
+	@touch $(FOR_DEMO) $(FOR_BUCKET) $(FOR_RL) $@
 
 clean:
 	rm -rf $(VENV) $(SKY) $(TITAN) $(TRACKERS) build dist site src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz

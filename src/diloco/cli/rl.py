@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,16 +14,11 @@ from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
 from diloco.config import load_config
-from diloco.errors import ConfigError, StoreError, UnreachableError, translated
+from diloco.errors import ConfigError, StoreError, translated
 from diloco.escaping import log_plainly
-
-if TYPE_CHECKING:
-    from diloco.demo.processes import DemoProcesses
 
 POLL_S, SAY_S = 0.2, 5.0
 """Of `--local`: between two looks at the processes, and between two lines."""
-
-RESTART_AFTER_S = 1.0
 
 Name = Annotated[str | None, typer.Option(help="Name of this process in the run; default: its role and -0.")]
 
@@ -113,63 +108,31 @@ def _sayer(as_json: bool) -> Callable[[str], None]:
 
 def _run_all(run_file: Path, overrides: list[str], as_json: bool) -> None:
     from diloco.demo.processes import DemoProcesses
-    from diloco.exchange.dialling import fetch_status
+    from diloco.demo.roles import IMPORTS, Roles, line
     from diloco.rl.settings import table_of
 
     config, say = load_config(run_file, overrides), _sayer(as_json)
-    table, options = table_of(config), [text for each in overrides for text in ("--set", each)]
+    rewards = int(table_of(config).reward == "workers")
     with translated(OSError, StoreError, f"cannot write to {config.dir}", "choose another [run] dir"):
         config.dir.mkdir(parents=True, exist_ok=True)
-
-    def status() -> Mapping[str, Any] | None:
-        try:
-            return fetch_status(
-                config.syncer.address, run=config.run.name, keys=config.syncer.keys, insecure=config.syncer.insecure
-            )
-        except UnreachableError:
-            return None
-
-    with interrupted_by_signals(), DemoProcesses(config.dir) as family:
-        own_syncer = status() is None
-        if own_syncer:
-            family.start("syncer", "syncer", str(run_file), *options, serves=True, restart_after_s=RESTART_AFTER_S)
-        roles = [("trainer", number) for number in range(config.run.learners)]
-        roles += [("rollout", 0), *([("reward", 0)] if table.reward == "workers" else [])]
-        names = [f"{role}-{number}" for role, number in roles]
-        for name, (role, _) in zip(names, roles, strict=True):
-            family.start(name, "rl", role, str(run_file), "--name", name, *options, restart_after_s=RESTART_AFTER_S)
-        last = _watch(family, names, status, say)
+    with interrupted_by_signals(), DemoProcesses(config.dir, IMPORTS) as family:
+        roles = Roles(config, family)
+        own_syncer = roles.status() is None
+        roles.start(run_file, overrides, serves=own_syncer, rewards=rewards)
+        last, said_at = _counts(None), time.monotonic()
+        while not roles.are_done():
+            family.watch()
+            if time.monotonic() - said_at >= SAY_S:
+                said_at = time.monotonic()
+                last = _counts(roles.status()) or last
+                say(line(last))
+            time.sleep(POLL_S)
+        last = _counts(roles.status()) or last
         if own_syncer:
             family.stop("syncer")
-    print_result(as_json, {"run": config.run.name, **last}, f"{config.run.name}: over; {_line(last)}")
-
-
-def _watch(
-    family: "DemoProcesses", names: list[str], status: Callable[[], Mapping[str, Any] | None],
-    say: Callable[[str], None],
-) -> Mapping[str, Any]:  # fmt: skip
-    """Watch the processes until these have ended, and say how the run is; returns its last status."""
-    last: Mapping[str, Any] = {}
-    said_at = time.monotonic()
-    while not family.are_done(*names):
-        family.watch()
-        if time.monotonic() - said_at >= SAY_S:
-            said_at = time.monotonic()
-            last = _counts(status()) or last
-            say(_line(last))
-        time.sleep(POLL_S)
-    return _counts(status()) or last
+    print_result(as_json, {"run": config.run.name, **last}, f"{config.run.name}: over; {line(last)}")
 
 
 def _counts(status: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """What a line about the run needs; empty: the syncer does not answer."""
     return {} if status is None else {key: status[key] for key in ("step", "groups")}
-
-
-def _line(counts: Mapping[str, Any]) -> str:
-    """The state of a run for people."""
-    groups = counts.get("groups")
-    if groups is None:
-        return "no trainer has joined yet"
-    rewards = "".join(f", mean reward of {task} {mean:.3f}" for task, mean in sorted(groups["rewards"].items()))
-    return f"step {counts['step']:,}: {groups['acknowledged']:,} groups made, {groups['merged']:,} merged{rewards}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -55,31 +55,45 @@ class Display:
 
     def show(self, phase: str, timeline: Timeline, family: DemoProcesses) -> None:
         """Update the display; call it often."""
-        self._report_kills(timeline, family.kills)
-        if timeline.serving != self._serving:
-            self._serving = timeline.serving
+        self.report_kills(family.kills, lambda kill: recovery(timeline, kill), timeline.serving)
+        if timeline.serving:
+            self.page_of(timeline.serving)
+        steps = {name: timeline.newest_step(name) for name in timeline.steps}
+        bars = {name: (step, _doing(name, timeline, family)) for name, step in steps.items()}
+        bars = {"syncer": (timeline.step, _doing("syncer", timeline, family)), **bars}
+        self.advance(phase, _progress(timeline, family), bars)
+
+    def page_of(self, syncer: str) -> None:
+        """Name the page of the syncer that serves the run, and open it, unless that was the last one."""
+        if syncer != self._serving:
+            self._serving = syncer
             url = self._page_urls[self._serving]
             self.say(f"watch the run at {url}")
             if self._opens and not open_page(url):
                 self.say("found no browser; open the page yourself")
+
+    def advance(self, phase: str, numbers: Sequence[str], bars: Mapping[str, tuple[int, str]]) -> None:
+        """Print a line if one is due, and update the bars. `bars`: by name, the step, and what is done there."""
         is_silent = not self._console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S
         if phase != self._phase or is_silent:
             self._phase = phase
-            self.say("; ".join([phase, *_progress(timeline, family)]))
-        for name in ("syncer", *timeline.steps):
+            self.say("; ".join([phase, *numbers]))
+        for name, (step, doing) in bars.items():
             if name not in self._bars:
                 self._bars[name] = self._progress.add_task(name, total=self._num_steps, doing="")
-            step = timeline.step if name == "syncer" else timeline.newest_step(name)
-            self._progress.update(self._bars[name], completed=step, doing=_doing(name, timeline, family))
+            self._progress.update(self._bars[name], completed=step, doing=doing)
 
-    def _report_kills(self, timeline: Timeline, kills: list[Kill]) -> None:
+    def report_kills(
+        self, kills: Sequence[Kill], find: Callable[[Kill], tuple[float | None, str]], serving: str = ""
+    ) -> None:  # fmt: skip
+        """Print a line for each new kill, and one when the work went on. `find`: as `recovery`."""
         for kill in kills[self._num_kills :]:
-            is_shared = kill.name == timeline.serving and len(self._page_urls) > 1
+            is_shared = kill.name == serving and len(self._page_urls) > 1
             self.say(f"{kill.name} was killed; {'its standby takes over' if is_shared else 'it will be restarted'}")
             self._down.append(kill)
         self._num_kills = len(kills)
         for kill in list(self._down):
-            seconds, by = recovery(timeline, kill)
+            seconds, by = find(kill)
             if seconds is not None:
                 self._down.remove(kill)
                 how = "again" if by == kill.name else f"in the place of {kill.name}"

@@ -74,12 +74,33 @@ class Plan:
         return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
 
 
+@dataclass(frozen=True)
+class RlPlan:
+    """Sizes of a demo of reinforcement learning: two trainers, so many rollout workers, and a reward worker.
+
+    Attributes:
+        steps: of each trainer.
+        kill_at_step: the victim is killed then.
+    """
+
+    steps: int = 900
+    kill_at_step: int = 300
+    supervised_steps: int = 200
+    rollouts: int = 2
+    syncers: tuple[str, ...] = SYNCERS[:1]
+
+    @property
+    def victim(self) -> str:
+        """The process that is killed."""
+        return f"rollout-{self.rollouts - 1}"
+
+
 FULL = Plan(steps=1500, kill_after=0.3, isolated=True)
 QUICK = Plan(steps=840, kill_after=0.15, isolated=False, points=12)
 
 
 @contextlib.contextmanager
-def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
+def prepared(directory: Path, plan: Plan | RlPlan, seed: int) -> Iterator[RunConfig]:
     """Prepare and lock a directory that holds the run file only; an earlier demo in it is removed.
 
     Raises:
@@ -100,7 +121,8 @@ def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
                 raise ConfigError(f"{directory} contains files that no earlier demo wrote; {choice}")
             for each in found:
                 shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
-            run_file.write_text(f"{MARK}.\n\n{write_toml(_tables(directory, plan, seed))}", encoding="utf-8")
+            made = _tables(directory, plan, seed) if isinstance(plan, Plan) else _rl_tables(directory, plan, seed)
+            run_file.write_text(f"{MARK}.\n\n{write_toml(made)}", encoding="utf-8")
         yield load_config(run_file)
     finally:
         os.close(lock)
@@ -109,8 +131,6 @@ def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
 def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]:
     """The run file of a demo."""
     tokens = plan.steps * plan.sequences * plan.sequence_length
-    num = len(plan.syncers)
-    port = free_port(2 * num)
     shared = {} if plan.bucket is None else {"store": plan.bucket, "lease_s": LEASE_S}
     return {
         "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": len(LEARNERS), "tokens": tokens},
@@ -130,14 +150,47 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
             "fragments": {"type": "ByLayer", "layers": 1, "pattern": "strided"},
             "outer": {"type": "Nesterov", "lr": 0.9, "momentum": 0.8},
         },
-        "syncer": {
-            "address": ",".join(f"127.0.0.1:{each}" for each in range(port, port + num)),
-            "insecure": True,  # ignore DILOCO_KEYS, which is for another run
-            "page": True,
-            "page_port": port + num,  # keeps the page's address over a restart
-            "lost_floor_s": 3.0,
-            **shared,
+        "syncer": {**_served(len(plan.syncers)), **shared},
+    }
+
+
+def _rl_tables(directory: Path, plan: RlPlan, seed: int) -> dict[str, dict[str, Any]]:
+    """The run file of a demo of reinforcement learning: `examples/rl/run.toml` with one task and nothing held out."""
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
+    tokens = plan.steps * 2 * 8 * 8 * 4  # an answer has 2 or 3, so that the steps end the run
+    return {
+        "run": {
+            "name": "sums", "dir": str(directory), "seed": seed, "learners": 2, "tokens": tokens, "steps": plan.steps
         },
+        "model": {**sizes, "num_attention_heads": 4, "num_key_value_heads": 4},
+        "inner": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0},
+        "schedule": {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 20, "steps": plan.steps},
+        "method": {"preset": "DiLoCo", "sync_every": 5, "outer": {"type": "SGD", "lr": 1.0}},
+        "train": {"threads": 1},
+        "engine": {"threads": 1, "prompts": 16},
+        "rl": {
+            "group_size": 8, "groups_per_step": 8, "max_prompt_tokens": 24, "max_tokens": 8,
+            "supervised_steps": plan.supervised_steps, "supervised_lr": 4e-3,
+        },
+        "task": {
+            "sums": {
+                "source": "reasoning-gym:chain_sum", "template": "{expression} =",
+                "settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            }
+        },
+        "syncer": _served(1),
+    }  # fmt: skip
+
+
+def _served(num: int) -> dict[str, Any]:
+    """The table of so many syncers."""
+    port = free_port(2 * num)
+    return {
+        "address": ",".join(f"127.0.0.1:{each}" for each in range(port, port + num)),
+        "insecure": True,  # ignore DILOCO_KEYS, which is for another run
+        "page": True,
+        "page_port": port + num,  # keeps the page's address over a restart
+        "lost_floor_s": 3.0,
     }
 
 

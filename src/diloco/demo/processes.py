@@ -26,6 +26,9 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
+RESTART_AFTER_S = 1.0
+"""Delay of a restart, as in a service manager; it makes the absence visible."""
+
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised learner that was stopped by a signal."""
 
@@ -70,10 +73,12 @@ class DemoProcesses:
     Each has its own session, so that Ctrl-C in the terminal reaches only the demo.
 
     Attributes:
+        imports: modules that all have, beside `IMPORTS`.
         kills: the kills so far.
     """
 
     directory: Path
+    imports: tuple[str, ...] = ()
     children: dict[str, Child] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
 
@@ -87,7 +92,7 @@ class DemoProcesses:
         # After these imports a fork is safe on Linux only.
         is_linux = sys.platform == "linux"
         context = multiprocessing.get_context("forkserver") if is_linux else multiprocessing.get_context("spawn")
-        context.set_forkserver_preload([*IMPORTS])
+        context.set_forkserver_preload([*IMPORTS, *self.imports])
         out, log = logs / f"{name}.out", logs / f"{name}.log"
         log.touch()
         process = context.Process(target=_run, args=(command, out, log))

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 from diloco.config import RunConfig
 from diloco.demo.plan import LEARNERS, LEASE_S, Plan
-from diloco.demo.processes import DemoProcesses, Kill
+from diloco.demo.processes import RESTART_AFTER_S, DemoProcesses, Kill
 from diloco.report.timeline import Timeline, TimelineFollower
 from diloco.store.objects import open_store, read_manifest
 
 POLL_S = 0.25
-
-RESTART_AFTER_S = 1.0
-"""Delay of a restart, as in a service manager; it makes the absence visible."""
 
 Show = Callable[[str, Timeline, DemoProcesses], None]
 """Called several times a second with the phase in a few words, the run and the processes."""

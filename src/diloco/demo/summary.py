@@ -22,6 +22,11 @@ from diloco.report.timeline import Timeline, is_learner
 SAME_PERCENT = 2.0
 """Losses with a smaller difference are called the same, and the headline states the difference."""
 
+PROCESSES = {
+    "learner": "one learner", "trainer": "one trainer", "rollout": "one rollout worker", "reward": "the reward worker",
+}  # fmt: skip
+"""In the headline, by the first part of their names."""
+
 CURVES = {"baseline": "data parallel", "isolated": "isolated learner, at the same step"}
 """Names of the controls' curves, by process."""
 
@@ -110,7 +115,7 @@ def num_lost(directory: Path, newest: Sequence[int]) -> int:
 def headline(summary: dict[str, Any]) -> str:
     """For instance "49 times fewer bytes, same loss within 0.4 %, one learner killed and back in 5.2 s"."""
     num_bytes = _bytes(summary["wire_bytes"], summary["baseline_wire_bytes"])
-    return ", ".join((num_bytes, _loss(summary["loss_gap_percent"]), _kills(summary["kills"])))
+    return ", ".join((num_bytes, _loss(summary["loss_gap_percent"]), kills_in_words(summary["kills"])))
 
 
 def _bytes(num_bytes: int, baseline: int) -> str:
@@ -138,7 +143,7 @@ def _loss(gap_percent: float) -> str:
     return f"loss {abs(gap_percent):.1f} % {'worse' if gap_percent > 0 else 'better'}"
 
 
-def _kills(kills: list[dict[str, Any]]) -> str:
+def kills_in_words(kills: list[dict[str, Any]]) -> str:
     """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None, and `by`,
     the process that did."""
     if not kills:
@@ -148,7 +153,7 @@ def _kills(kills: list[dict[str, Any]]) -> str:
     if len(kills) == 1 and back_s and kills[0]["by"] != kills[0]["name"]:
         return f"the {kills[0]['name']} killed and the {kills[0]['by']} serving {slowest} later"
     if len(kills) == 1:
-        process = "one learner" if is_learner(kills[0]["name"]) else "the syncer"
+        process = PROCESSES.get(kills[0]["name"].partition("-")[0], "the syncer")
         return f"{process} killed and back in {slowest}" if back_s else f"{process} killed and not back before the end"
     if len(back_s) < len(kills):
         return f"{len(kills)} kills, {len(back_s)} of the processes back"
@@ -188,19 +193,26 @@ def write_report(path: Path, outcome: DemoOutcome, summary: dict[str, Any]) -> N
     story.take(
         ev.Evaluated(who=outcome.timeline.initialiser, step=0, tokens=tokens, loss=outcome.global_loss, num_sequences=0)
     )
-    for kill, found in zip(outcome.kills, summary["kills"], strict=True):
-        by = "it worked again" if found["by"] == kill.name else f"{found['by']} served the run"
-        back = "" if found["back_s"] is None else f"; {by} {found['back_s']:.1f} s later"
-        story.tell(kill.t, "bad", f"{kill.name} was killed{back}", "killed", kill.name)
-    shown = story.since(0)
-    shown["head"] |= {
-        "num_bytes": summary["wire_bytes"], "parallel_bytes": summary["baseline_wire_bytes"],
-        "ratio": summary["bytes_ratio"],
-    }  # fmt: skip
     text = (
         "A byte-level language model learns the source text of Python's standard library. One learner warms up alone; "
         "data parallel goes on from there, too, to as many tokens with the same total batch, data and schedule. In "
         f"numbers: {describe(summary)}.".replace("\n", "; ")
     )
+    write_story(
+        path, story, outcome.kills, summary, text, num_bytes=summary["wire_bytes"],
+        parallel_bytes=summary["baseline_wire_bytes"], ratio=summary["bytes_ratio"],
+    )  # fmt: skip
+
+
+def write_story(
+    path: Path, story: Story, kills: Sequence[Kill], summary: dict[str, Any], text: str, **head: float
+) -> None:  # fmt: skip
+    """Write the page of a story with the kills and the summary's headline. `head`: values in place of the story's."""
+    for kill, found in zip(kills, summary["kills"], strict=True):
+        by = "it worked again" if found["by"] == kill.name else f"{found['by']} served the run"
+        back = "" if found["back_s"] is None else f"; {by} {found['back_s']:.1f} s later"
+        story.tell(kill.t, "bad", f"{kill.name} was killed{back}", "killed", kill.name)
+    shown = story.since(0)
+    shown["head"] |= head
     shown["demo"] = {"headline": summary["headline"], "text": text}
     path.write_text(frozen_page(shown), encoding="utf-8")
