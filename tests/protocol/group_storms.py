@@ -29,7 +29,7 @@ from diloco.protocol.members import Report
 from diloco.protocol.records import Record
 from diloco.protocol.workers import Score
 
-EVENTS = 300
+EVENTS = 600
 
 
 @dataclass(eq=False)
@@ -56,8 +56,8 @@ class GroupStorm:
 
     def __init__(self, seed: int) -> None:
         self.draws = Random(seed)
-        self.rules = replace(RULES, max_staleness=self.draws.randrange(4), queue=self.draws.choice([3, 8, 20]))
-        self.run = Run(fragments=self.draws.choice([1, 2, 3]), rules=self.rules)
+        self.rules = replace(RULES, max_staleness=self.draws.choice([0, 1, 2, 4]), queue=self.draws.choice([3, 8, 20]))
+        self.run = Run(fragments=self.draws.choice([1, 1, 2, 3]), rules=self.rules)
         self.acknowledged: dict[int, str] = {}
         self.scored: set[int] = set()
         self.num_restarts = self._num_processes = 0
@@ -138,13 +138,13 @@ class GroupStorm:
         versions = self._versions()
         made = Made(
             number, "sums", versions, self.core.groups.weights_of(versions) or "gone", f"{number} {it.number}", 100, 10,
-            self.draws.choice([(), (1.0, 0.0), (0.5, 0.5)]),
+            self.draws.choice([(), (), (1.0, 0.0), (0.5, 0.5)]),
         )  # fmt: skip
         if luck > 0.9:
-            made = replace(made, **self.draws.choice([
-                {"weights": "f" * 64}, {"fault": "no good"}, {"rewards": (math.nan, 0.0)}, {"number": 10**6},
-                {"versions": tuple(version + 9 for version in versions)},
-            ]))  # fmt: skip
+            made = self.draws.choice([
+                replace(made, weights="f" * 64), replace(made, fault="no good"), replace(made, number=10**6),
+                replace(made, rewards=(math.nan, 0.0)), replace(made, versions=tuple(each + 9 for each in versions)),
+            ])  # fmt: skip
         it.made[number] = made
 
     def sends(self) -> None:
@@ -180,7 +180,7 @@ class GroupStorm:
 
     def waits(self) -> None:
         """Time passes; trainers are heard of, and workers may be forgotten."""
-        self.run.now += self.draws.choice([0.1, 0.5, 1.0, 7.0])
+        self.run.now += self.draws.choice([0.1, 0.5, 1.0, 1.0, 7.0])
         for learner, incarnation in self._incarnations.items():
             self.core.heartbeat(self.run.now, learner, incarnation, Report(step=0, tokens=1))
         self.core.tick(self.run.now)
@@ -245,7 +245,7 @@ class GroupStorm:
             fated = () if held is None else held.settled(fragment)
             done = {number for first, stop in fated for number in range(first, stop)}
             units = [] if held is None else [n for first, stop in held.units for n in range(first, stop)]
-            units = [n for n in units if n not in done and self.draws.random() < 0.7]
+            units = [n for n in units if n not in done and self.draws.random() < 0.9]
             self.run.send(learner, *units, fragment=fragment, incarnation=incarnation)
         while self._taken:
             self.is_recorded()
@@ -280,8 +280,8 @@ WORKERS: tuple[tuple[Literal["rollout", "reward"], str], ...] = (
 
 EVENTS_BY_WEIGHT = {
     GroupStorm.works: 30, GroupStorm.does: 25, GroupStorm.sends: 20, GroupStorm.restarts_a_worker: 1,
-    GroupStorm.waits: 6, GroupStorm.takes_a_record: 8, GroupStorm.is_recorded: 10, GroupStorm.restarts: 1,
-    GroupStorm.leases: 6, GroupStorm.gives_up: 1, GroupStorm.publishes: 6, GroupStorm.comes_back: 1,
+    GroupStorm.waits: 3, GroupStorm.takes_a_record: 10, GroupStorm.is_recorded: 12, GroupStorm.restarts: 0.5,
+    GroupStorm.leases: 10, GroupStorm.gives_up: 0.5, GroupStorm.publishes: 2, GroupStorm.comes_back: 0.5,
 }  # fmt: skip
 
 
