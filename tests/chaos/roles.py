@@ -38,6 +38,7 @@ RUN_FILE = f"""
 run = {{name = "roles", tokens = 1_000_000_000_000, learners = 2}}
 method = {{preset = "DiLoCo", sync_every = 2}}
 train = {{threads = 1}}
+inner = {{lr = 1e-6}}
 schedule = {{kind = "constant", steps = 1000}}
 syncer = {{lost_floor_s = {LOST_S}, reconnect_floor_s = 2.0}}
 rl = {{group_size = 4, groups_per_step = 4, max_prompt_tokens = 12, max_tokens = 6}}
@@ -50,6 +51,7 @@ num_hidden_layers = 1
 num_attention_heads = 2
 num_key_value_heads = 2
 """
+"""A learning rate that teaches nothing: once the rewards are all equal, no group has a signal to be merged for."""
 
 NAMES = (SYNCER, "trainer-0", "trainer-1", "rollout-0", "rollout-1", "reward-0", "reward-1")
 
