@@ -282,6 +282,21 @@ def test_garbage_is_refused_and_a_group_sent_twice_counts_once(tmp_path: Path) -
         assert free == set(range(frontier)) - numbers - {lease.number}
 
 
+def test_a_call_that_is_refused_as_a_whole_loses_one_group_only(tmp_path: Path) -> None:
+    with served(tmp_path) as run, Trainer(run, trains=False):
+        run.groups()
+        with WorkClient(run.config(), "rollout", "paris", run.rules().digest, 2) as client:
+            leases = client.take(2, 60)
+            leases += client.take(1, 60) if len(leases) == 1 else []
+            bad, good = (lease.number for lease in leases)
+            client.send([a_group(run, bad, task="x" * 1000), a_group(run, good)])
+            until(lambda: run.groups()["acknowledged"] == 1, "the good one is not accepted")
+            until(lambda: run.worker("rollout", "paris")["refused"] == 1, "the other one is not counted")
+            run.require_account()
+        _, free = run.free_prompts()
+        assert not free & {bad, good}
+
+
 def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False), Workers() as workers:
         run.groups()

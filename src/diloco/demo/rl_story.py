@@ -78,15 +78,18 @@ def tell(config: RunConfig, plan: RlPlan, display: Display) -> RlOutcome:
                 for kill in family.kills:
                     if kill not in back_s and family.children[kill.name].restart_at is None:
                         done = work_of(kill.name, status)
-                        if done != before.setdefault(kill, None if kill.name == "syncer" else done):
+                        then = before.setdefault(kill, None if kill.name == "syncer" else done or 0)
+                        if done is not None and done != then:
                             back_s[kill] = time.time() - kill.t
                 display.advance(phase, [line(status)], {"trainers": (status["step"], line(status))})
             display.report_kills(family.kills, lambda kill: (back_s.get(kill), kill.name))
             time.sleep(POLL_S)
-        status, last = roles.status(), newest_model(address, run=run, insecure=True)
+        while (status := roles.status()) is None:  # the syncer was killed, and is being restarted
+            family.watch()
+            time.sleep(POLL_S)
+        last = newest_model(address, run=run, insecure=True)
         family.stop("syncer")
         assert first is not None
-        assert status is not None
         return RlOutcome(config, first, last, status, family.kills, back_s, time.monotonic() - began_at)
 
 

@@ -193,7 +193,11 @@ class Rollout:
                 self._generate([prompt], model)
             return
         made = (self._made(prompt, its, model, seed) for prompt, its in zip(prompts, found, strict=True))
-        self._client.send([group for group in made if group is not None])
+        if self._scorer is None:
+            self._client.send([group for group in made if group is not None])
+            return
+        for group in made:  # the next one may take long to score
+            self._client.send([] if group is None else [group])
 
     def _made(
         self, prompt: _Prompt, completions: Sequence[Completion], model: FollowedModel, seed: int

@@ -1,4 +1,4 @@
-"""A worker's end of a run of reinforcement learning: what it has leased and done, over the calls Work and Group.
+"""A worker's end of a run of reinforcement learning: what it has leased and done, over the calls Work and Groups.
 
 A thread sends the worker's state every `HEARTBEAT_S`, sooner when it changes: what it holds and wants, and the scores
 that have no answer yet. The answer says what it holds from then on (`protocol.groups`). So a message that was lost, a
@@ -53,7 +53,7 @@ POLL_S = 0.5
 ANSWER_S = 3.0
 """For the answer to a message; the next one repeats all of it."""
 
-UPLOAD_S, UPLOAD_BYTES = 60.0, 4 << 20
+UPLOAD_S, UPLOAD_BYTES = 60.0, 1 << 20
 """For the answer to a call with groups, and the size of one with several of them."""
 
 UPLOADS, SENDING = 4, 8
@@ -249,31 +249,42 @@ class WorkClient:
             self._changed.wait_for(lambda: self._num_answers > num_answers or self.closing.is_set(), self._heartbeat_s)
 
     def _upload(self, request: pb.GroupsRequest) -> None:
-        """Send groups until they are answered; those that are refused are dropped."""
+        """Send groups; those that are refused are dropped."""
         numbers = [group.number for group in request.groups]
         try:
-            while not self.closing.is_set():
-                num_answers = self._num_answers
-                try:
-                    reply = self._repeated(lambda: self._source.answer(
-                        lambda syncer: syncer.call("groups", "Groups", request, pb.GroupsReply, timeout_s=UPLOAD_S)
-                    ))  # fmt: skip
-                except StaleIncarnationError:  # forgotten: the next message says who this is
-                    self._wait_for_answer(num_answers)
-                    continue
-                except (PayloadError, ExchangeError) as error:
-                    reply = pb.GroupsReply(refused=[pb.GroupScore(number=numbers[0], reason=str(error))])
-                for refused in reply.refused:
-                    log.warning("%s drops group %d: %s", self.name, refused.number, printable(refused.reason))
-                with self._changed:
-                    for number in numbers:
-                        self._leases.pop(number, None)
-                    self._sending.difference_update(numbers)
-                    self._num_calls -= 1
-                    self._changed.notify_all()
-                return
+            self._send(request)
+            with self._changed:
+                for number in numbers:
+                    self._leases.pop(number, None)
+                self._sending.difference_update(numbers)
+                self._num_calls -= 1
+                self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - `take` raises it
             self._fail(error)
+
+    def _send(self, request: pb.GroupsRequest) -> None:
+        """Repeat a call until it is answered. One that is refused as a whole is sent group by group, to find which."""
+        while not self.closing.is_set():
+            num_answers = self._num_answers
+            try:
+                reply = self._repeated(lambda: self._source.answer(
+                    lambda syncer: syncer.call("groups", "Groups", request, pb.GroupsReply, timeout_s=UPLOAD_S)
+                ))  # fmt: skip
+            except StaleIncarnationError:  # forgotten: the next message says who this is
+                self._wait_for_answer(num_answers)
+                continue
+            except (PayloadError, ExchangeError) as error:
+                if self.closing.is_set():
+                    return
+                [group, *others] = request.groups
+                if not others:
+                    self.score(Score(group.number, reason=str(error)))  # or its prompt would be leased again
+                for one in request.groups if others else ():
+                    self._send(pb.GroupsRequest(run=self._run, learner=self.name, process=self._process, groups=[one]))
+                return
+            for refused in reply.refused:
+                log.warning("%s drops group %d: %s", self.name, refused.number, printable(refused.reason))
+            return
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from diloco.exchange.wire.values import message_of, value_of
 from diloco.protocol.groups import Assigned, Group, Made
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.workers import Score, Work
+from diloco.run.validation import MAX_GROUPS
 from diloco.syncer.door.admission import Call, Kind
 from diloco.syncer.door.open_calls import CallGuard
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -63,6 +64,8 @@ class WorkerCalls:
         rules = hosted.ask(lambda driver: driver.core.groups.rules)
         if rules is None:
             raise PayloadError("no trainer has joined the run yet, so that it takes no groups; ask for prompts first.")
+        if len(request.groups) > MAX_GROUPS:
+            raise PayloadError(f"{len(request.groups)} groups with one call are not accepted; send {MAX_GROUPS}.")
         made, data = [_checked(each, rules) for each in request.groups], [each.data for each in request.groups]
 
         def receive(driver: SyncerDriver, done: Callable[[Sequence[Score]], None]) -> None:
