@@ -20,9 +20,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ from diloco.training.model import build_model
 HERE = Path(__file__).parent
 RUN_FILE, RESULTS = HERE.parent / "examples" / "rl" / "run.toml", HERE / "results" / "rl_study.jsonl"
 TASK, QUESTIONS, LEARNERS = "sums", 200, 2
-STEPS, EVERY = 600, 20
-FIXED, LEVELS = (200, 400, 600), (0.6, 0.8)
+STEPS, EVERY = 300, 20
+FIXED, LEVELS = (100, 200, 300), (0.35, 0.4)
 TRL = "trl"
 CELLS = ("H=5,s=0", "H=5,s=1", "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
 SUPERVISED_STEPS = 100
@@ -68,7 +69,8 @@ class Point:
     Attributes:
         accuracy: probability of the right answer and its end at temperature 1, mean over all questions: the accuracy
             without the noise of samples.
-        cpu_s: processor time of all learners and rollouts since the supervised start, without evaluations.
+        cpu_s: processor time of all learners and rollouts since the supervised start, without evaluations and the
+            sampling of prompts.
         generated, trained: tokens of completions so far.
     """
 
@@ -82,8 +84,8 @@ class Point:
 
 
 def config_of(seed: int, *overrides: str) -> RunConfig:
-    """The run of the example with this task alone."""
-    config = load_config(RUN_FILE, [f"run.seed={seed}", f"task.{TASK}.held_out=0.0", *overrides])
+    """The run of the example with this task alone, whose longest answer has two characters and an end."""
+    config = load_config(RUN_FILE, [f"run.seed={seed}", f"task.{TASK}.held_out=0.0", "rl.max_tokens=4", *overrides])
     return config.model_copy(update={"task": {TASK: config.task[TASK]}})
 
 
@@ -92,7 +94,8 @@ def model_of(config: RunConfig, state: State) -> PreTrainedModel:
     context = table.max_prompt_tokens + table.max_tokens
     model: PreTrainedModel = build_model(config.model, tokenizer_of(config).vocab_size, context, config.run.seed)
     model.load_state_dict(state)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def supervised(config: RunConfig) -> State:
@@ -126,17 +129,24 @@ class Record:
     def cpu_s(self) -> float:
         return time.process_time() - self._excluded_s
 
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave out the processor time of this."""
+        began_s = time.process_time()
+        yield
+        self._excluded_s += time.process_time() - began_s
+
     @torch.no_grad()
     def add(self, step: int, state: State) -> None:
         """Evaluate the model after a step."""
-        cpu_s = self.cpu_s if step else 0.0
-        self._model.load_state_dict(state)
-        logits = self._model(input_ids=self._tokens[:, :-1], use_cache=False).logits
-        log_probs = (token_log_probs(logits, self._tokens[:, 1:], 1.0) * self._mask).sum(1)
+        cpu_s = self.cpu_s
+        with self.not_counted():
+            self._model.load_state_dict(state)
+            logits = self._model(input_ids=self._tokens[:, :-1], use_cache=False).logits
+            log_probs = (token_log_probs(logits, self._tokens[:, 1:], 1.0) * self._mask).sum(1)
         accuracy = round(float(log_probs.exp().mean()), 4)
         point = Point(self._cell, self._seed, step, accuracy, round(cpu_s, 2), self.generated, self.trained)
         self.points.append(point)
-        self._excluded_s = time.process_time() - cpu_s
 
 
 class Rollouts:
@@ -151,7 +161,6 @@ class Rollouts:
         self._table, self._seed, self._record = table_of(config), config.run.seed, record
         self._task, self._tokenizer = Tasks(config.task).tasks[TASK], tokenizer_of(config)
         self._scale = loss_of(self._table).scale
-        self._prompts = config.engine.prompts if config.engine is not None else 8
         self._model = model_of(config, start)
         self._engine = TransformersEngine(self._model, self._tokenizer.end_token)
         self._states = deque[State](maxlen=staleness + 1)
@@ -174,17 +183,18 @@ class Rollouts:
         """The next groups with signal."""
         num = self._table.groups_per_step
         while len(self._ready) < num:
-            self._ready += self._groups()
+            self._ready += self._groups(2 * (num - len(self._ready)))
         groups, self._ready = self._ready[:num], self._ready[num:]
         batch = batch_of(groups, (self.version,), self._scale)
         self._record.trained += batch.num_tokens
         return batch
 
-    def _groups(self) -> list[Scored]:
+    def _groups(self, num_prompts: int) -> list[Scored]:
         """Of the next prompts, those with signal."""
         first, seed = self._number, seed_of(self._seed, self._number)
-        self._number += self._prompts
-        prompts = [self._task.prompt(number) for number in range(first, self._number)]
+        self._number += num_prompts
+        with self._record.not_counted():
+            prompts = [self._task.prompt(number) for number in range(first, self._number)]
         tokens = [self._tokenizer.encode(prompt["prompt"]) for prompt in prompts]
         made = self._engine.generate(
             tokens, num=self._table.group_size, max_tokens=self._table.max_tokens,
@@ -236,25 +246,31 @@ def run_trl(config: RunConfig, start: State, *, steps: int, budget_s: float) -> 
     """Train by TRL's GRPOTrainer on the same prompts, with as many groups in a step as all learners have together,
     until the steps or the processor time are spent."""
     from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from diloco.training.data.reading import byte_tokenizer
 
     table, loss, task = table_of(config), loss_of(table_of(config)), Tasks(config.task).tasks[TASK]
     record, model = Record(TRL, config, start), model_of(config, start)
     groups, first = LEARNERS * table.groups_per_step, config.run.seed * 1_000_000
-    prompts = {each["prompt"]: each for each in map(task.prompt, range(first, first + groups * steps))}
-    rows = [{"prompt": task.prompt(first + number)["prompt"]} for number in range(groups * steps)]
+    with record.not_counted():
+        prompts = [task.prompt(number) for number in range(first, first + groups * steps)]
+    by_text = {each["prompt"]: each for each in prompts}
 
-    def reward(prompts_: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Any]) -> list[float]:
+    def reward(
+        prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float | None]:
         num = sum(map(len, completion_ids))
         record.generated += num
         record.trained += num
-        return [task.score(prompts[prompt], text) for prompt, text in zip(prompts_, completions, strict=True)]
+        return [task.score(by_text[prompt], text) for prompt, text in zip(prompts, completions, strict=True)]
 
     class Watch(TrainerCallback):
-        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> None:
             if state.global_step % EVERY == 0:
                 record.add(state.global_step, model.state_dict())
             control.should_training_stop |= record.cpu_s >= budget_s
@@ -273,10 +289,172 @@ def run_trl(config: RunConfig, start: State, *, steps: int, budget_s: float) -> 
         )  # fmt: skip
         tokenizer = byte_tokenizer(table.max_prompt_tokens + table.max_tokens)
         trainer = GRPOTrainer(
-            model=model, reward_funcs=lambda prompts, completions, completion_ids, **_: reward(
-                prompts, completions, completion_ids
-            ),
-            args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Watch()],
+            model=model, reward_funcs=reward, args=arguments, processing_class=tokenizer, callbacks=[Watch()],
+            train_dataset=Dataset.from_list([{"prompt": each["prompt"]} for each in prompts]),
         )  # fmt: skip
         trainer.train()
     return record.points
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def read_points(file: Path) -> dict[tuple[str, int], list[Point]]:
+    """The runs of a file, by cell and seed."""
+    runs = dict[tuple[str, int], list[Point]]()
+    for line in file.read_text().splitlines() if file.exists() else ():
+        point = Point(**json.loads(line))
+        runs.setdefault((point.cell, point.seed), []).append(point)
+    return runs
+
+
+def run(file: Path, cells: Sequence[str], seeds: int, steps: int) -> None:
+    """Run what the file does not have, all cells of a seed before the next seed. TRL gets the processor time that the
+    runs of its seed have taken at most."""
+    for seed in range(seeds):
+        config, start = config_of(seed, f"rl.supervised_steps={SUPERVISED_STEPS}"), None
+        for cell in cells:
+            runs = read_points(file)
+            if (cell, seed) in runs:
+                continue
+            print(f"seed {seed}, {cell} …", file=sys.stderr)
+            start = supervised(config) if start is None else start
+            if cell == TRL:
+                budget_s = max((points[-1].cpu_s for (_, of), points in runs.items() if of == seed), default=math.inf)
+                points = run_trl(config, start, steps=steps, budget_s=budget_s)
+            else:
+                points = run_cell(cell, config, start, steps=steps)
+            with file.open("a") as out:
+                out.writelines(json.dumps(asdict(point)) + "\n" for point in points)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval by Student's t; NaN for fewer than two values."""
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    return statistics.mean(values), T975[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def reached(points: Sequence[Point], level: float) -> Point | None:
+    """The first point at a level."""
+    return next((point for point in points if point.accuracy >= level), None)
+
+
+def summary(runs: Mapping[tuple[str, int], Sequence[Point]], cells: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each cell: means with half widths of 95 % intervals over seeds."""
+    rows = []
+    for cell in cells:
+        own = [points for (name, _), points in sorted(runs.items()) if name == cell]
+        row: dict[str, Any] = {"cell": cell, "seeds": len(own)}
+        for step in FIXED:
+            row[f"accuracy at {step}"] = interval([it.accuracy for points in own for it in points if it.step == step])
+        for key in ("step", "cpu_s", "generated", "trained"):
+            row[key] = interval([float(getattr(points[-1], key)) for points in own])
+        for level in LEVELS:
+            firsts = [point for points in own if (point := reached(points, level)) is not None]
+            row[f"reached {level:g}"] = len(firsts)
+            row[f"cpu_s to {level:g}"] = interval([point.cpu_s for point in firsts])
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """One line a cell."""
+    table = Table(box=None, pad_edge=False)
+    titles = [f"at {step}" for step in FIXED] + ["steps", "CPU s", "generated", "trained"]
+    for title in ("cell", "seeds", *titles, *(f"CPU s to {level:g}" for level in LEVELS)):
+        table.add_column(title, justify="left" if title == "cell" else "right")
+    for row in rows:
+        cells = [_shown(row[f"accuracy at {step}"], ".3f") for step in FIXED]
+        cells += [_shown(row["step"], ".0f"), _shown(row["cpu_s"], ".0f")]
+        cells += [f"{row[key][0] / 1e3:.0f}k" for key in ("generated", "trained")]
+        cells += [f"{_shown(row[f'cpu_s to {it:g}'], '.0f')} ({row[f'reached {it:g}']})" for it in LEVELS]
+        table.add_row(row["cell"], str(row["seeds"]), *cells)
+    console.print(table)
+
+
+def _shown(value: tuple[float, float], form: str) -> str:
+    mean, half = value
+    return "–" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(half) else f" ± {half:{form}}")
+
+
+COLOURS = ("#0072b2", "#e69f00", "#00725a", "#cc79a7", "#56b4e9", "#b3470a", "#5b6472")
+
+
+def draw(runs: Mapping[tuple[str, int], Sequence[Point]], cells: Sequence[str], file: Path) -> None:
+    """Accuracy against steps, processor time and generated tokens: staleness above, H below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    axes_of = (("step", 1.0, "inner steps of a learner"), ("cpu_s", 1.0, "processor time, s"),
+               ("generated", 1e3, "generated tokens, thousands"))  # fmt: skip
+    both = ("H=5,s=1", TRL)
+    parts = [[it for it in cells if it.startswith("H=5,") or it == TRL],
+             [it for it in cells if it.endswith(",s=1") or it in both]]  # fmt: skip
+    figure, grid = plt.subplots(2, 3, figsize=(11, 6.4), sharey=True, layout="constrained")
+    for row, shown in zip(grid, parts, strict=True):
+        for axes, (key, unit, label) in zip(row, axes_of, strict=True):
+            for cell in shown:
+                own = [points for (name, _), points in sorted(runs.items()) if name == cell]
+                if not own:
+                    continue
+                curves = [
+                    ([getattr(it, key) / unit for it in points], [it.accuracy for it in points]) for points in own
+                ]
+                xs, means, halves = band(curves)
+                colour = COLOURS[cells.index(cell) % len(COLOURS)]
+                axes.plot(xs, means, color=colour, label=cell, linestyle="--" if cell == TRL else "-")
+                axes.fill_between(
+                    xs, [m - h for m, h in zip(means, halves, strict=True)],
+                    [m + h for m, h in zip(means, halves, strict=True)], color=colour, alpha=0.15, linewidth=0,
+                )  # fmt: skip
+            axes.set_xlabel(label)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel("accuracy, all 200 questions")
+        row[0].legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=90)
+    plt.close(figure)
+
+
+def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[list[float], list[float], list[float]]:
+    """Mean of curves and half width of its 95 % interval, at 31 places up to where the first of them ends."""
+    end = min(xs[-1] for xs, _ in curves)
+    places = [end * i / 30 for i in range(31)]
+    found = [interval([_at(xs, ys, place) for xs, ys in curves]) for place in places]
+    return places, [mean for mean, _ in found], [0.0 if math.isnan(half) else half for _, half in found]
+
+
+def _at(xs: Sequence[float], ys: Sequence[float], place: float) -> float:
+    """Of a curve, between its points by a straight line."""
+    after = next(i for i, x in enumerate(xs) if x >= place)
+    if after == 0:
+        return ys[0]
+    share = (place - xs[after - 1]) / (xs[after] - xs[after - 1])
+    return ys[after - 1] + share * (ys[after] - ys[after - 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="0 … N − 1, at most 10; default: %(default)s")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, metavar="CELL", help="default: all")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each learner; default: %(default)s")
+    parser.add_argument("--file", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--picture", type=Path, help="draw the curves into this file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    run(chosen.file, chosen.cells, chosen.seeds, chosen.steps)
+    runs = read_points(chosen.file)
+    rows = summary(runs, chosen.cells)
+    if chosen.picture is not None:
+        draw(runs, chosen.cells, chosen.picture)
+    if chosen.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, Console())
+
+
+if __name__ == "__main__":
+    main()
