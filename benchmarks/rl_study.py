@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -52,14 +53,15 @@ HERE = Path(__file__).parent
 RUN_FILE, RESULTS = HERE.parent / "examples" / "rl" / "run.toml", HERE / "results" / "rl_study.jsonl"
 TASK, QUESTIONS, LEARNERS = "sums", 200, 2
 STEPS, EVERY = 300, 20
-FIXED, LEVELS = (100, 200, 300), (0.35, 0.4)
-TRL = "trl"
-CELLS = ("H=5,s=0", "H=5,s=1", "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
+FIXED, LEVELS, EQUAL_S = (100, 200, 300), (0.3, 0.4), 36
+TRL, BASE = "trl", "H=5,s=1"
+CELLS = ("H=5,s=0", BASE, "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
 SUPERVISED_STEPS = 100
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantile of Student's t, by its degrees of freedom."""
 
 State = Mapping[str, Tensor]
+Runs = Mapping[tuple[str, int], Sequence["Point"]]
 
 
 @dataclass(frozen=True)
@@ -328,111 +330,83 @@ def run(file: Path, cells: Sequence[str], seeds: int, steps: int) -> None:
                 out.writelines(json.dumps(asdict(point)) + "\n" for point in points)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t; NaN for fewer than two values."""
+def interval(values: Sequence[float]) -> list[float]:
+    """Mean, and half of its 95 % interval by Student's t; without it for one value, and nothing for none."""
     if len(values) < 2:
-        return (values[0] if values else math.nan), math.nan
-    return statistics.mean(values), T975[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+        return list(values)
+    return [statistics.mean(values), T975[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))]
 
 
-def reached(points: Sequence[Point], level: float) -> Point | None:
-    """The first point at a level."""
-    return next((point for point in points if point.accuracy >= level), None)
-
-
-def summary(runs: Mapping[tuple[str, int], Sequence[Point]], cells: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each cell: means with half widths of 95 % intervals over seeds."""
+def summary(runs: Runs, cells: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each cell: intervals over seeds, in columns by their titles. "− base": the accuracy after the last
+    fixed step less that of the cell `BASE` of the same seed."""
     rows = []
     for cell in cells:
-        own = [points for (name, _), points in sorted(runs.items()) if name == cell]
+        own = {seed: {each.step: each for each in points} for (name, seed), points in runs.items() if name == cell}
         row: dict[str, Any] = {"cell": cell, "seeds": len(own)}
         for step in FIXED:
-            row[f"accuracy at {step}"] = interval([it.accuracy for points in own for it in points if it.step == step])
-        for key in ("step", "cpu_s", "generated", "trained"):
-            row[key] = interval([float(getattr(points[-1], key)) for points in own])
+            row[f"at {step}"] = interval([points[step].accuracy for points in own.values() if step in points])
+        last, bases = FIXED[-1], {seed: points[-1] for (name, seed), points in runs.items() if name == BASE}
+        pairs = [(own[it][last], bases[it]) for it in own if last in own[it] and it in bases and cell != BASE]
+        row["− base"] = interval([one.accuracy - other.accuracy for one, other in pairs])
+        row[f"at {EQUAL_S} s"] = interval([_at(list(points.values()), "cpu_s", EQUAL_S) for points in own.values()])
+        ends = [list(points.values())[-1] for points in own.values()]
+        for title, key in (("steps", "step"), ("CPU s", "cpu_s"), ("generated", "generated"), ("trained", "trained")):
+            row[title] = interval([float(getattr(point, key)) for point in ends])
         for level in LEVELS:
-            firsts = [point for points in own if (point := reached(points, level)) is not None]
-            row[f"reached {level:g}"] = len(firsts)
-            row[f"cpu_s to {level:g}"] = interval([point.cpu_s for point in firsts])
+            above = [[it.cpu_s for it in points.values() if it.accuracy >= level] for points in own.values()]
+            row[f"s to {level:g}"] = interval([first for first, *_ in filter(None, above)])
+            row[f"reached {level:g}"] = len(list(filter(None, above)))
         rows.append(row)
     return rows
+
+
+def _at(points: Sequence[Point], key: str, place: float) -> float:
+    """Accuracy where a measure has this value, between points by a straight line."""
+    return float(np.interp(place, [getattr(it, key) for it in points], [it.accuracy for it in points]))
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """One line a cell."""
     table = Table(box=None, pad_edge=False)
-    titles = [f"at {step}" for step in FIXED] + ["steps", "CPU s", "generated", "trained"]
-    for title in ("cell", "seeds", *titles, *(f"CPU s to {level:g}" for level in LEVELS)):
+    for title in rows[0]:
         table.add_column(title, justify="left" if title == "cell" else "right")
     for row in rows:
-        cells = [_shown(row[f"accuracy at {step}"], ".3f") for step in FIXED]
-        cells += [_shown(row["step"], ".0f"), _shown(row["cpu_s"], ".0f")]
-        cells += [f"{row[key][0] / 1e3:.0f}k" for key in ("generated", "trained")]
-        cells += [f"{_shown(row[f'cpu_s to {it:g}'], '.0f')} ({row[f'reached {it:g}']})" for it in LEVELS]
-        table.add_row(row["cell"], str(row["seeds"]), *cells)
+        table.add_row(*(_shown(each) if isinstance(each, list) else str(each) for each in row.values()))
     console.print(table)
 
 
-def _shown(value: tuple[float, float], form: str) -> str:
-    mean, half = value
-    return "–" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(half) else f" ± {half:{form}}")
+def _shown(values: Sequence[float]) -> str:
+    return " ± ".join(f"{each:.3f}" if abs(values[0]) < 1 else f"{each:,.0f}" for each in values) or "–"
 
 
-COLOURS = ("#0072b2", "#e69f00", "#00725a", "#cc79a7", "#56b4e9", "#b3470a", "#5b6472")
-
-
-def draw(runs: Mapping[tuple[str, int], Sequence[Point]], cells: Sequence[str], file: Path) -> None:
+def draw(runs: Runs, cells: Sequence[str], file: Path) -> None:
     """Accuracy against steps, processor time and generated tokens: staleness above, H below."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    axes_of = (("step", 1.0, "inner steps of a learner"), ("cpu_s", 1.0, "processor time, s"),
-               ("generated", 1e3, "generated tokens, thousands"))  # fmt: skip
-    both = ("H=5,s=1", TRL)
-    parts = [[it for it in cells if it.startswith("H=5,") or it == TRL],
-             [it for it in cells if it.endswith(",s=1") or it in both]]  # fmt: skip
+    columns = {"step": "inner steps of a learner", "cpu_s": "processor time, s", "generated": "generated tokens"}
+    parts = [[it for it in cells if it.startswith("H=5,")], [it for it in cells if it.endswith(",s=1")]]
     figure, grid = plt.subplots(2, 3, figsize=(11, 6.4), sharey=True, layout="constrained")
     for row, shown in zip(grid, parts, strict=True):
-        for axes, (key, unit, label) in zip(row, axes_of, strict=True):
-            for cell in shown:
-                own = [points for (name, _), points in sorted(runs.items()) if name == cell]
-                if not own:
-                    continue
-                curves = [
-                    ([getattr(it, key) / unit for it in points], [it.accuracy for it in points]) for points in own
-                ]
-                xs, means, halves = band(curves)
-                colour = COLOURS[cells.index(cell) % len(COLOURS)]
-                axes.plot(xs, means, color=colour, label=cell, linestyle="--" if cell == TRL else "-")
-                axes.fill_between(
-                    xs, [m - h for m, h in zip(means, halves, strict=True)],
-                    [m + h for m, h in zip(means, halves, strict=True)], color=colour, alpha=0.15, linewidth=0,
-                )  # fmt: skip
+        for axes, (key, label) in zip(row, columns.items(), strict=True):
+            for cell in [*shown, *(cell for cell in cells if cell == TRL)]:
+                curves = [points for (name, _), points in sorted(runs.items()) if name == cell]
+                # Up to where the first of them ends.
+                xs = np.linspace(0, min((getattr(points[-1], key) for points in curves), default=0), 31)
+                found = [interval([_at(points, key, x) for points in curves]) for x in xs]
+                means, halves = (np.array([(*it, 0.0, 0.0)[part] for it in found]) for part in (0, 1))
+                colour, style = f"C{CELLS.index(cell)}", "--" if cell == TRL else "-"
+                axes.plot(xs, means, style, color=colour, label=cell)
+                axes.fill_between(xs, means - halves, means + halves, color=colour, alpha=0.15, linewidth=0)
             axes.set_xlabel(label)
             axes.spines[["top", "right"]].set_visible(False)
-        row[0].set_ylabel("accuracy, all 200 questions")
-        row[0].legend(frameon=False, fontsize=8)
+        row[0].set_ylabel(f"accuracy, all {QUESTIONS} questions")
+        row[0].legend(frameon=False, fontsize=8, loc="upper left")
     figure.savefig(file, dpi=90)
     plt.close(figure)
-
-
-def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[list[float], list[float], list[float]]:
-    """Mean of curves and half width of its 95 % interval, at 31 places up to where the first of them ends."""
-    end = min(xs[-1] for xs, _ in curves)
-    places = [end * i / 30 for i in range(31)]
-    found = [interval([_at(xs, ys, place) for xs, ys in curves]) for place in places]
-    return places, [mean for mean, _ in found], [0.0 if math.isnan(half) else half for _, half in found]
-
-
-def _at(xs: Sequence[float], ys: Sequence[float], place: float) -> float:
-    """Of a curve, between its points by a straight line."""
-    after = next(i for i, x in enumerate(xs) if x >= place)
-    if after == 0:
-        return ys[0]
-    share = (place - xs[after - 1]) / (xs[after] - xs[after - 1])
-    return ys[after - 1] + share * (ys[after] - ys[after - 1])
 
 
 def main() -> None:
@@ -453,7 +427,7 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(rows, indent=1))
     else:
-        show(rows, Console())
+        show(rows, Console(width=240))
 
 
 if __name__ == "__main__":
