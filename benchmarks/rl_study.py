@@ -53,10 +53,10 @@ HERE = Path(__file__).parent
 RUN_FILE, RESULTS = HERE.parent / "examples" / "rl" / "run.toml", HERE / "results" / "rl_study.jsonl"
 TASK, QUESTIONS, LEARNERS = "sums", 200, 2
 STEPS, EVERY = 300, 20
-FIXED, LEVELS, EQUAL_S = (100, 200, 300), (0.3, 0.4), 36
+FIXED, LEVELS, EQUAL_S, Y_RANGE = (100, 200, 300), (0.3, 0.4), 36, (0.1, 0.7)
 TRL, BASE = "trl", "H=5,s=1"
 CELLS = ("H=5,s=0", BASE, "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
-SUPERVISED_STEPS = 100
+SETTINGS = ("inner.lr=5e-4", "rl.groups_per_step=16", "rl.max_tokens=4", "rl.supervised_steps=100")
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantile of Student's t, by its degrees of freedom."""
 
@@ -87,7 +87,7 @@ class Point:
 
 def config_of(seed: int, *overrides: str) -> RunConfig:
     """The run of the example with this task alone, whose longest answer has two characters and an end."""
-    config = load_config(RUN_FILE, [f"run.seed={seed}", f"task.{TASK}.held_out=0.0", "rl.max_tokens=4", *overrides])
+    config = load_config(RUN_FILE, [f"run.seed={seed}", f"task.{TASK}.held_out=0.0", *SETTINGS, *overrides])
     return config.model_copy(update={"task": {TASK: config.task[TASK]}})
 
 
@@ -310,11 +310,11 @@ def read_points(file: Path) -> dict[tuple[str, int], list[Point]]:
     return runs
 
 
-def run(file: Path, cells: Sequence[str], seeds: int, steps: int) -> None:
+def run(file: Path, cells: Sequence[str], seeds: int, steps: int, overrides: Sequence[str]) -> None:
     """Run what the file does not have, all cells of a seed before the next seed. TRL gets the processor time that the
     runs of its seed have taken at most."""
     for seed in range(seeds):
-        config, start = config_of(seed, f"rl.supervised_steps={SUPERVISED_STEPS}"), None
+        config, start = config_of(seed, *overrides), None
         for cell in cells:
             runs = read_points(file)
             if (cell, seed) in runs:
@@ -386,6 +386,7 @@ def draw(runs: Runs, cells: Sequence[str], file: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     columns = {"step": "inner steps of a learner", "cpu_s": "processor time, s", "generated": "generated tokens"}
     parts = [[it for it in cells if it.startswith("H=5,")], [it for it in cells if it.endswith(",s=1")]]
@@ -402,6 +403,8 @@ def draw(runs: Runs, cells: Sequence[str], file: Path) -> None:
                 axes.plot(xs, means, style, color=colour, label=cell)
                 axes.fill_between(xs, means - halves, means + halves, color=colour, alpha=0.15, linewidth=0)
             axes.set_xlabel(label)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.set_ylim(*Y_RANGE)
             axes.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel(f"accuracy, all {QUESTIONS} questions")
         row[0].legend(frameon=False, fontsize=8, loc="upper left")
@@ -414,12 +417,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="0 … N − 1, at most 10; default: %(default)s")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, metavar="CELL", help="default: all")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each learner; default: %(default)s")
+    parser.add_argument("--set", nargs="+", default=(), metavar="TABLE.KEY=VALUE", help="other settings; give a file")
     parser.add_argument("--file", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--picture", type=Path, help="draw the curves into this file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    run(chosen.file, chosen.cells, chosen.seeds, chosen.steps)
+    run(chosen.file, chosen.cells, chosen.seeds, chosen.steps, chosen.set)
     runs = read_points(chosen.file)
     rows = summary(runs, chosen.cells)
     if chosen.picture is not None:
