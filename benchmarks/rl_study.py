@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 RUN_FILE, RESULTS = HERE.parent / "examples" / "rl" / "run.toml", HERE / "results" / "rl_study.jsonl"
 TASK, QUESTIONS, LEARNERS = "sums", 200, 2
 STEPS, EVERY = 300, 20
-FIXED, LEVELS, EQUAL_S, Y_RANGE = (100, 200, 300), (0.3, 0.4), 36, (-0.02, 0.4)
+FIXED, LEVELS, EQUAL_S, Y_RANGE = (100, 200, 300), (0.3, 0.4), 32, (-0.02, 0.4)
 TRL, BASE = "trl", "H=5,s=1"
 CELLS = ("H=5,s=0", BASE, "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
 SETTINGS = ("inner.lr=5e-4", "rl.groups_per_step=16", "rl.max_tokens=4", "rl.supervised_steps=100")

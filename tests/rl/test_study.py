@@ -74,5 +74,5 @@ def test_the_summary_has_means_and_intervals() -> None:
     runs = {("H=5,s=1", seed): run(seed, last) for seed, last in enumerate((0.3, 0.4, 0.5))}
     [row] = summary(runs, ["H=5,s=1"])
     assert row["+ at 100"] == pytest.approx([0.3, 4.303 * 0.1 / math.sqrt(3)])
-    assert row["+ at 36 s"][0] == pytest.approx(0.3 * 36 / 50)
+    assert row["+ at 32 s"][0] == pytest.approx(0.3 * 32 / 50)
     assert (row["reached 0.4"], row["s to 0.4"], row["− base"]) == (2, [50.0, 0.0], [])
