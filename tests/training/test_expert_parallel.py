@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,13 +216,9 @@ def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., R
     overrides = (ALONE, APART, "run.learners=1", "run.steps=60", "schedule.steps=60")
     single = mixture(f"run.dir={tmp_path / 'local'}", *overrides, "checkpoint.every_steps=60")
     reference(single, 1, 1)
-    with Syncer("tiny", method_from_table(single.method), Options("127.0.0.1:0", tmp_path / "state")) as syncer:
-        shared = (f"syncer.address={syncer.address}", *overrides, "train.log_every_s=0.01")
+    with ExitStack() as opened:
+        shared = _stopped_between_rounds(mixture, single, (*overrides, "train.log_every_s=0.01"), tmp_path, opened)
         config = mixture(*shared)
-        with torchrun(config, 2, "--initialise", "if-empty") as process:
-            wait_for(process, " step 3 ")
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=300)
         (checkpoint,) = list_checkpoints(config.dir / "learner-0" / "checkpoints")
         step = load_checkpoint(checkpoint)["step"]
         assert 3 <= step < 50
@@ -241,6 +238,27 @@ def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., R
     expected = checkpoint_state(single.dir / "learner-0" / "checkpoints" / "step-0000000060")
     state = checkpoint_state(config.dir / "learner-0" / "checkpoints" / "step-0000000060")
     assert_near(state, expected)
+
+
+def _stopped_between_rounds(
+    mixture: Callable[..., RunConfig], single: RunConfig, overrides: Sequence[str], tmp_path: Path, opened: ExitStack
+) -> tuple[str, ...]:
+    """Two ranks that were stopped: the overrides of their run, whose syncer is `opened`.
+
+    If the signal comes while they wait for a merge, the run goes on without them, and their checkpoint is not continued
+    exactly. Such a run is left, and another one begun.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        options = Options("127.0.0.1:0", folder / "state")
+        syncer = opened.enter_context(Syncer("tiny", method_from_table(single.method), options))
+        shared = (f"syncer.address={syncer.address}", f"run.dir={folder / 'run'}", *overrides)
+        with torchrun(mixture(*shared), 2, "--initialise", "if-empty") as process:
+            wait_for(process, " step 3 ")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=300)
+        if "while it waited for others" not in out:
+            return shared
 
 
 def single_of(config: RunConfig) -> RunConfig:

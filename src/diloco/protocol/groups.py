@@ -96,7 +96,7 @@ class Assigned:
         numbers: prompts or groups that are leased to it now. It drops all others.
         groups: of a reward worker and a trainer, those groups.
         why: why it got fewer than it wants; "": it did not.
-        max_staleness, versions: of the run.
+        versions: of the run.
     """
 
     numbers: tuple[int, ...] = ()
