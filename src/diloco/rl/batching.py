@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from diloco.config import RunConfig
-from diloco.errors import ConfigError, CorruptPayloadError, DilocoError, PayloadError, StaleIncarnationError
+from diloco.errors import ConfigError, StaleIncarnationError
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.dialling import Door
 from diloco.exchange.remote.remote import Remote
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.groups import CompletionGroup, hash_of
+from diloco.exchange.wire.groups import CompletionGroup
 from diloco.following.sources import SyncerSource, until_answered
 from diloco.learner.learner import Learner
 from diloco.learner.leased_units import LeasedUnits
@@ -35,14 +35,11 @@ from diloco.protocol.groups import STALE
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.units import numbers_of, ranges_of
 from diloco.rl.loss import advantages
+from diloco.rl.reading import read_span, spans
 from diloco.rl.settings import data_of, loss_of, rules_of, table_of, tokenizer_of
-from diloco.store.reading import NOT_WHOLE
 
 POLL_S = 0.05
 """How often the training thread handles its exchange's events while it waits for a batch."""
-
-GAP_BYTES = 64 << 10
-"""Bytes between two groups that are read with them, rather than asking twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,54 +226,21 @@ class GroupReader:
             self._closing,
         )
         groups, unusable, wanted = dict[int, Scored](), dict[int, str](), set(numbers)
-        for span in _spans([place for place in reply.groups if place.number in wanted]):
-            for place, group in self._groups(span):
+        rewards = {place.number: tuple(place.rewards) for place in reply.groups}
+        for span in spans([place for place in reply.groups if place.number in wanted]):
+            for number, group in read_span(span, self._get, self.rules).items():
                 if isinstance(group, CompletionGroup):
-                    groups[place.number] = Scored(group, tuple(place.rewards))
+                    groups[number] = Scored(group, rewards[number])
                 else:
-                    unusable[place.number] = printable(f"group {place.number}: {group}")[:MAX_REASON]
+                    unusable[number] = printable(f"group {number}: {group}")[:MAX_REASON]
         for number in wanted & set(reply.numbers) - {place.number for place in reply.groups}:  # a repair has lost them
             unusable[number] = f"the bytes of group {number} are lost"
         return groups, unusable
 
-    def _groups(self, span: Sequence[pb.GroupPlace]) -> Iterator[tuple[pb.GroupPlace, CompletionGroup | DilocoError]]:
-        """The groups of a span, or what is wrong with them."""
-        name, start, stop = span[0].object, span[0].start, _stop(span[-1])
-        try:
-            data = until_answered(lambda: memoryview(self._source.get(name, start, stop)), self._closing)
-        except NOT_WHOLE as error:
-            yield from ((place, error) for place in span)
-            return
-        for place in span:
-            try:
-                yield place, self._checked(data[place.start - start : _stop(place) - start], place)
-            except PayloadError as error:
-                yield place, error
-
-    def _checked(self, data: memoryview, place: pb.GroupPlace) -> CompletionGroup:
-        if hash_of(data) != place.digest:
-            raise CorruptPayloadError(f"its bytes in {place.object} are not those that were written; it is dropped.")
-        group = CompletionGroup.from_bytes(data)
-        group.check(self.rules)
-        return group
+    def _get(self, name: str, start: int, stop: int) -> bytes | memoryview:
+        return until_answered(lambda: self._source.get(name, start, stop), self._closing)
 
     def close(self) -> None:
         """Hang up; a call that waits fails."""
         self._closing.set()
         self._source.close()
-
-
-def _spans(places: Sequence[pb.GroupPlace]) -> Iterator[list[pb.GroupPlace]]:
-    """Groups that are close to each other in one object, so that one read gets them."""
-    span: list[pb.GroupPlace] = []
-    for place in sorted(places, key=lambda each: (each.object, each.start)):
-        if span and (place.object != span[-1].object or place.start - _stop(span[-1]) > GAP_BYTES):
-            yield span
-            span = []
-        span.append(place)
-    if span:
-        yield span
-
-
-def _stop(place: pb.GroupPlace) -> int:
-    return place.start + place.num_bytes

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from diloco.config import RunConfig
-from diloco.errors import ConfigError, MissingObjectError, PayloadError, StoppedError
-from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.groups import CompletionGroup, hash_of
+from diloco.errors import ConfigError, DilocoError, PayloadError, StoppedError
 from diloco.following.sources import LANES
 from diloco.protocol.leases import GroupRules
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.workers import Score
+from diloco.rl.reading import Groups, read_span, spans
 from diloco.rl.rollout import IDLE_S
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import rules_of, table_of, tokenizer_of
 from diloco.rl.tasks import Tasks
 from diloco.rl.tokenizer import Tokenizer
 from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer
+from diloco.store.reading import NOT_WHOLE
 from diloco.training.spec import StopRequest
 
 AHEAD_S, FEWEST, MOST = 2.0, 2, 64
@@ -51,11 +51,12 @@ def run_reward(
         client = opened.enter_context(WorkClient(config, "reward", name, rules.digest, FEWEST))
         stop.interrupt_with(lambda _: client.close())
         rewarder = Rewarder(Tasks(config.task), tokenizer, rules, scorer)
-        pending, mean_s = deque[tuple[int, Future[CompletionGroup]]](), AHEAD_S / FEWEST
+        pending, mean_s = deque[tuple[int, Future[Groups]]](), AHEAD_S / FEWEST
         with suppress(StoppedError):
             while not client.closing.is_set():
-                for place in client.take(MOST, 0.0 if pending else IDLE_S):
-                    pending.append((place.number, readers.submit(read_group, client, place, rules)))
+                for span in spans(client.take(MOST, 0.0 if pending else IDLE_S)):
+                    groups = readers.submit(read_span, span, client.get, rules)
+                    pending += [(place.number, groups) for place in span]
                 if pending:
                     began_at = time.monotonic()
                     score = rewarder.score(*pending.popleft())
@@ -69,35 +70,22 @@ def run_reward(
     return tally.worked(is_over=False)
 
 
-def read_group(client: WorkClient, place: pb.GroupPlace, rules: GroupRules) -> CompletionGroup:
-    """Read and check a leased group.
-
-    Raises:
-        PayloadError: it is not what was sent, or no group of the run. MissingObjectError: its object was deleted.
-        StoppedError: the client was closed.
-    """
-    data = client.read(place)
-    if hash_of(data) != place.digest:
-        raise PayloadError(f"its bytes in {place.object} are not those that were sent.")
-    group = CompletionGroup.from_bytes(data)
-    group.check(rules)
-    return group
-
-
 class Rewarder:
     """Scores groups, each as completions of the prompt that its number has in the tasks of the run."""
 
     def __init__(self, tasks: Tasks, tokenizer: Tokenizer, rules: GroupRules, scorer: Scorer) -> None:
         self._tasks, self._tokenizer, self._rules, self._scorer = tasks, tokenizer, rules, scorer
 
-    def score(self, number: int, group: Future[CompletionGroup]) -> Score:
-        """The score of a group, or why it has none.
+    def score(self, number: int, groups: Future[Groups]) -> Score:
+        """The score of a group, one of those that were read, or why it has none.
 
         Raises:
-            ConfigError: the tasks cannot be loaded. StoppedError: as `read_group`.
+            ConfigError: the tasks cannot be loaded. StoppedError: as `WorkClient.get`.
         """
         try:
-            made = group.result()
+            made = groups.result()[number]
+            if isinstance(made, DilocoError):
+                raise made
             task, prompt = self._prompt(number)
             if (made.number, made.task, made.tokenizer) != (number, task, self._tokenizer.digest):
                 raise PayloadError(f"it is group {made.number} of task {made.task}, or of another tokenizer.")
@@ -105,7 +93,7 @@ class Rewarder:
                 raise PayloadError("its prompt is not the task's.")
             texts = [self._tokenizer.decode(tokens.tolist()) for tokens in made.split(made.tokens)]
             return Score(number, tuple(self._scorer.score(task, prompt, texts)))
-        except (PayloadError, MissingObjectError) as error:  # of the second, the score counts only if it is not settled
+        except (PayloadError, *NOT_WHOLE) as error:  # of an object, the score counts only if it is not settled
             return Score(number, reason=str(error))
 
     def _prompt(self, number: int) -> tuple[str, dict[str, Any]]:

@@ -224,12 +224,12 @@ class WorkClient:
                 self._changed.notify_all()
             self._uploads.submit(self._upload, request)
 
-    def read(self, place: pb.GroupPlace) -> bytes | memoryview:
-        """The bytes of a group. Raises as `SyncerSource.get`, and StoppedError: this was closed."""
-        return self._repeated(lambda: self._source.get(place.object, place.start, place.start + place.num_bytes))
+    def get(self, name: str, start: int, stop: int) -> bytes | memoryview:
+        """Bytes of an object. Raises as `SyncerSource.get`, and StoppedError: this was closed."""
+        return self._repeated(lambda: self._source.get(name, start, stop))
 
     def manifest(self) -> bytes:
-        """That of the run, as `SyncerSource.manifest`. Raises as `read`."""
+        """That of the run, as `SyncerSource.manifest`. Raises as `get`."""
         return self._repeated(self._source.manifest).data
 
     def _repeated(self, call: Callable[[], T]) -> T:
