@@ -6,6 +6,7 @@
     python -m benchmarks.reliability roles 7 --faults 100                             one of `tests.chaos.roles`
     python -m benchmarks.reliability soak 1                                           a soak of an hour
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
+    python -m benchmarks.reliability groups 1-10000                                   of groups' machine alone
     python -m benchmarks.reliability again                                            those of them that have failed
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
     python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
@@ -40,12 +41,12 @@ ALONE = ("restart", "stopping", "floods", "control")
 
 def read_results() -> dict[str, Any]:
     """All that is in benchmarks/results. "made": of each, its name, commit and day."""
-    found: dict[str, Any] = {"chaos": [], "standby": [], "roles": [], "storms": [], "made": []}
+    found: dict[str, Any] = {"chaos": [], "standby": [], "roles": [], "groups": [], "storms": [], "made": []}
     for path in sorted(RESULTS.glob("*.json")):
         kind, kept = path.stem.partition("-")[0], json.loads(path.read_text())
         found["made"].append((path.stem, kept["commit"], kept["on"]))
         values = kept["result"]
-        if kind in ("chaos", "standby", "roles", "storms"):
+        if isinstance(found.get(kind), list):
             found[kind].append(values)
         else:
             found[kind] = values
@@ -115,7 +116,7 @@ def chaos(*arguments: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whats = ("chaos", "standby", "roles", "soak", "storms", "again", "fuzz", *ALONE)
+    whats = ("chaos", "standby", "roles", "soak", "storms", "groups", "again", "fuzz", *ALONE)
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument(
         "which", nargs="?", help="the seed of chaos, standby or roles, hours of a soak, FIRST-LAST of storms, or a file"
@@ -135,6 +136,9 @@ def main() -> None:
             kinds = "".join(f"-{kind}" for kind in (it.replace("_", "-") for it in STORMS) if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
             keep(name, _output("tests.storms", chosen.which, "--json", *more), measured)
+        case "groups":
+            name = require_new(f"groups-{chosen.which}")
+            keep(name, _output("tests.protocol.group_storms", chosen.which, "--json"), measured)
         case "again":
             keep("again", failed_again(read_results()["storms"]), measured)
         case name if name in ALONE:

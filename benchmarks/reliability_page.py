@@ -12,6 +12,7 @@ from tests.chaos.measures import RECOVERIES
 from tests.chaos.plan import LOST_S, kinds
 from tests.chaos.roles import KINDS as FAULTS
 from tests.chaos.standby import AND_REQUESTS, KINDS
+from tests.protocol.group_storms import EVENTS
 
 from diloco.protocol.groups import ENDS
 
@@ -31,11 +32,12 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos", "standby", "roles" and "storms"; "restart", "stopping",
-    "floods", "control", "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
+    """The page, from results by name: lists of "chaos", "standby", "roles", "groups" and "storms"; "restart",
+    "stopping", "floods", "control", "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and
+    day."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _shared(results["standby"]),
-        _roles(results["roles"]), _virtual(results["storms"], results.get("again")),
+        _roles(results["roles"]), _groups(results["groups"]), _virtual(results["storms"], results.get("again")),
         _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
         _floods(results.get("floods")), _control(results.get("control")), _others(results),
         _made(results["made"]),
@@ -192,6 +194,14 @@ or longer than `lost_floor_s`, after which a silent worker is given up.
 {_table(("fault", *roles), [(kind, *(num[role] for role in roles)) for kind, num in tried.items()])}
 From the end of a strike until all processes that were hit work again: median {median(waits):.1f} s, worst
 {waits[-1]:.1f} s, with the start of Python and torch.
+"""
+
+
+def _groups(runs: Sequence[dict[str, Any]]) -> str:
+    num, failed = (sum(run[key] for run in runs) for key in ("storms", "failed"))
+    found = f"{num:,} storms, of which {failed} failed" if num else NOT_MEASURED
+    return f"""`python -m benchmarks.reliability groups FIRST-LAST`, storms of the groups' machine alone
+(`tests.protocol.group_storms`), each of {EVENTS} events, after each of which all groups are counted: {found}.
 """
 
 

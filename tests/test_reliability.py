@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.reliability import PAGE, read_results
 from benchmarks.reliability_page import NOT_MEASURED, page
 
-NONE: dict[str, Any] = {"chaos": [], "standby": [], "roles": [], "storms": [], "made": []}
+NONE: dict[str, Any] = {"chaos": [], "standby": [], "roles": [], "groups": [], "storms": [], "made": []}
 """Nothing is measured."""
 
 

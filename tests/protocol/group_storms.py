@@ -1,6 +1,6 @@
 """Storms of the groups' machine alone: random events on a SyncerCore, in an order drawn from a seed.
 
-    python -m tests.protocol.group_storms FIRST-LAST
+    python -m tests.protocol.group_storms FIRST-LAST [--json]
 
 Rollout and reward workers are started, stopped, replaced and forgotten; their messages are lost before or after the
 syncer has read them, repeated and overtaken; groups are good, bad, foreign or sent twice; records are taken and become
@@ -11,6 +11,8 @@ was acknowledged must be there. No driver, store, wire or clock takes part; `pyt
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import sys
 import time
@@ -295,15 +297,21 @@ def failure(seed: int) -> str | None:
 
 
 def main() -> int:
-    first, _, last = sys.argv[1].partition("-")
-    began, found = time.monotonic(), list[str]()
+    """Run storms from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", help="FIRST-LAST")
+    parser.add_argument("--json", action="store_true", help="print JSON; failures go to standard error")
+    chosen = parser.parse_args()
+    first, _, last = chosen.seeds.partition("-")
+    began, failed = time.monotonic(), 0
     for seed in range(int(first), int(last) + 1):
         if (said := failure(seed)) is not None:
-            print(said, flush=True)
-            found.append(said)
-    num = int(last) - int(first) + 1
-    print(f"{num} storms in {time.monotonic() - began:.0f} s: {len(found)} failed")
-    return 1 if found else 0
+            print(said, flush=True, file=sys.stderr)
+            failed += 1
+    num, seconds = int(last) - int(first) + 1, round(time.monotonic() - began, 1)
+    found = {"first": int(first), "storms": num, "seconds": seconds, "failed": failed}
+    print(json.dumps(found) if chosen.json else f"{num} storms in {seconds:.0f} s: {failed} failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
