@@ -17,10 +17,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,17 +27,11 @@ import torch
 from benchmarks.__main__ import machine
 from benchmarks.processes import until
 from benchmarks.roles import STATES, SYNCER, Roles
-from diloco.config import RunConfig
 from diloco.errors import ConfigError, NotInitialisedError, UnreachableError
 from diloco.following.follower import FollowedModel, newest_model
-from diloco.rl.rollout import open_engine
-from diloco.rl.settings import table_of, tokenizer_of
-from diloco.rl.tasks import Tasks
+from diloco.rl.evaluation import Evaluation
 
 SAY_S, LOOK_S = 10.0, 0.5
-AT_ONCE = 100
-"""Prompts that are evaluated at a time."""
-
 FAULTS = (
     ("kill", "rollout-0"), ("freeze", "trainer-1"), ("kill", SYNCER), ("freeze", "reward-0"), ("kill", "trainer-0"),
     ("freeze", SYNCER), ("kill", "reward-0"), ("freeze", "rollout-1"),
@@ -47,43 +40,6 @@ FAULTS = (
 
 FROZEN = 1.5
 """Duration of a freeze, in `syncer.lost_floor_s`: the process is given up meanwhile, or the syncer's workers wait."""
-
-
-class Evaluation:
-    """Accuracy of versions of a run's model.
-
-    Arguments:
-        num: prompts of each task and part.
-    """
-
-    def __init__(self, config: RunConfig, num: int) -> None:
-        self._config, self._tokenizer, self._num = config, tokenizer_of(config), num
-        self._engine, self._tasks = open_engine(config, self._tokenizer), Tasks(config.task).tasks
-        for task in self._tasks.values():
-            task.load()
-
-    def accuracy(self, model: FollowedModel) -> dict[str, dict[str, float]]:
-        """By task, of the parts "training" and "held out", if it has that."""
-        self._engine.load(model)
-        parts = {
-            name: (False, True) if self._config.task[name].held_out else (False,) for name in self._tasks
-        }  # fmt: skip
-        return {
-            name: {"held out" if part else "training": fmean(self._scores(name, part)) for part in parts[name]}
-            for name in self._tasks
-        }
-
-    def _scores(self, name: str, held_out: bool) -> Iterator[float]:
-        task, table = self._tasks[name], table_of(self._config)
-        prompts = [task.prompt(number, held_out=held_out) for number in range(self._num)]
-        for first in range(0, self._num, AT_ONCE):
-            now = prompts[first : first + AT_ONCE]
-            found = self._engine.generate(
-                [self._tokenizer.encode(each["prompt"]) for each in now], num=1, max_tokens=table.max_tokens,
-                temperature=table.temperature, seed=first,
-            )  # fmt: skip
-            for prompt, (completion,) in zip(now, found, strict=True):
-                yield float(task.score(prompt, self._tokenizer.decode(completion.tokens.tolist())))
 
 
 class Watched:

@@ -12,7 +12,6 @@ from tests.chaos.measures import RECOVERIES
 from tests.chaos.plan import LOST_S, kinds
 from tests.chaos.roles import KINDS as FAULTS
 from tests.chaos.standby import AND_REQUESTS, KINDS
-from tests.protocol.group_storms import EVENTS
 
 from diloco.protocol.groups import ENDS
 
@@ -198,10 +197,10 @@ From the end of a strike until all processes that were hit work again: median {m
 
 
 def _groups(runs: Sequence[dict[str, Any]]) -> str:
-    num, failed = (sum(run[key] for run in runs) for key in ("storms", "failed"))
-    found = f"{num:,} storms, of which {failed} failed" if num else NOT_MEASURED
+    num, events, failed = (sum(run[key] for run in runs) for key in ("storms", "events", "failed"))
+    found = f"{num:,} storms with {events:,} events, {failed} failed" if num else NOT_MEASURED
     return f"""`python -m benchmarks.reliability groups FIRST-LAST`, storms of the groups' machine alone
-(`tests.protocol.group_storms`), each of {EVENTS} events, after each of which all groups are counted: {found}.
+(`tests.protocol.group_storms`); after each event all groups are counted: {found}.
 """
 
 

@@ -9,7 +9,8 @@ import pytest
 from diloco.cli import main
 from diloco.demo.display import Display
 from diloco.demo.plan import RlPlan, prepared
-from diloco.demo.rl_story import STATES, accuracies, describe, headline, summarise, tell, work_of, write_report
+from diloco.demo.rl_story import STATES, describe, headline, summarise, tell, work_of, write_report
+from diloco.rl.evaluation import Evaluation
 from diloco.rl.settings import rules_of, tokenizer_of
 from diloco.rl.tasks import Tasks
 
@@ -17,7 +18,7 @@ GROUPS = dict(zip(STATES, (12, 3, 900, 4, 80, 1), strict=True))
 
 SUMMARY: dict[str, Any] = {
     "accuracy": {"untrained": 0.0, "supervised": 0.312, "end": 0.934},
-    "prompts": 200,
+    "prompts": 1600,
     "groups": {"acknowledged": 1000, **GROUPS},
     "kills": [{"name": "rollout-1", "back_s": 3.14, "by": "rollout-1"}],
     "steps": 600,
@@ -46,9 +47,9 @@ def test_the_victim_is_one_of_the_rollout_workers_and_dies_on_the_way() -> None:
 
 def test_an_untrained_model_is_almost_never_right(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", RlPlan(), 0) as config:
-        (found,), num_prompts = accuracies(config, [None])
-    assert num_prompts == 200
-    assert found < 0.05
+        [(name, parts)] = Evaluation(config, 200).accuracy(None).items()
+    assert (name, list(parts)) == ("sums", ["training"])
+    assert parts["training"] < 0.05
 
 
 def test_what_a_process_has_done_is_in_the_status() -> None:
@@ -80,7 +81,7 @@ def test_the_headline_names_what_was_learnt_and_killed(name: str, words: str) ->
 def test_the_numbers_have_the_equation_of_groups_and_say_that_it_is_memory() -> None:
     right, groups, run = describe(SUMMARY).splitlines()
     assert "0.0 % untrained, 31.2 % after the supervised start, 93.4 % in the end" in right
-    assert "all 200 questions, each of them trained, so they are memorised" in right
+    assert "of 1,600 samples of 200 questions, each of them trained, so they are memorised" in right
     assert groups == (
         "groups: 1,000 acknowledged = 12 waiting + 3 leased + 900 merged + 4 stale + 80 without signal + 1 refused"
     )

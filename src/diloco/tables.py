@@ -94,8 +94,11 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
     keys, name = first["loc"], _name(first["loc"], tables)
     if first["type"] == "extra_forbidden":
         table = kind
-        for key in keys[:-1]:
-            table = table if isinstance(key, int) else _table_of(table.model_fields[key].annotation)
+        for key in keys[
+            :-1
+        ]:  # the number of a table in an array and the name of one in a table of tables are no fields
+            field = None if isinstance(key, int) else table.model_fields.get(key)
+            table = (None if field is None else _table_of(field.annotation)) or table
         return f'unknown key "{name}"; {nearest(str(keys[-1]), list(table.model_fields))}'
     if first["type"] == "missing":
         return f'"{name}" is missing; add it'
@@ -122,10 +125,10 @@ def _name(keys: tuple[int | str, ...], tables: Any) -> str:
 
 
 def _table_of(annotation: Any) -> Any:
-    """The table in `Site`, `Site | None` or `tuple[Site, ...]`."""
+    """The table in `Site`, `Site | None`, `tuple[Site, ...]` or `dict[str, Site]`; None: there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(found for found in map(_table_of, get_args(annotation)) if found is not None)
+    return next((found for found in map(_table_of, get_args(annotation)) if found is not None), None)
 
 
 def write_toml(tables: Mapping[str, Any]) -> str:

@@ -309,7 +309,7 @@ def main() -> int:
             print(said, flush=True, file=sys.stderr)
             failed += 1
     num, seconds = int(last) - int(first) + 1, round(time.monotonic() - began, 1)
-    found = {"first": int(first), "storms": num, "seconds": seconds, "failed": failed}
+    found = {"first": int(first), "storms": num, "events": num * EVENTS, "seconds": seconds, "failed": failed}
     print(json.dumps(found) if chosen.json else f"{num} storms in {seconds:.0f} s: {failed} failed")
     return 1 if failed else 0
 

@@ -22,7 +22,7 @@ from tests.syncer.test_doors import DAY
 
 from diloco.cli import main
 from diloco.config import RunConfig
-from diloco.demo.plan import free_port
+from diloco.demo.plan import free_port, locked
 from diloco.errors import AuthError, ConfigError, StaleIncarnationError
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -315,7 +315,7 @@ def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
         run.require_account()
 
 
-def test_all_roles_on_one_machine(tmp_path: Path) -> None:
+def test_all_roles_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change = {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4"}
     path = write_run_file(tmp_path, f"127.0.0.1:{free_port()}", change)
     command = [sys.executable, "-m", "diloco", "rl", "--local", str(path), "--json"]
@@ -326,6 +326,35 @@ def test_all_roles_on_one_machine(tmp_path: Path) -> None:
     assert {(it["role"], it["name"]) for it in groups["workers"]} == {("rollout", "rollout-0"), ("reward", "reward-0")}
     assert {it.stem for it in (tmp_path / "run" / "logs").glob("*.log")} == {
         "syncer", "trainer-0", "rollout-0", "reward-0",
+    }  # fmt: skip
+
+    with locked(tmp_path / "run", "", ""), pytest.raises(SystemExit) as refused:
+        main(["rl", "--local", str(path)])
+    assert refused.value.code == 2
+    assert "another `diloco rl --local` runs 'letters'" in capsys.readouterr().err
+
+
+OWN_TASK = """
+def sample(seed):
+    if seed % 4 == 0:
+        return "longer than the run permits"
+    return {"prompt": f"{seed % 100}?", "answer": "1"}
+
+def score(prompt, completion):
+    return 0.25
+"""
+
+
+def test_the_newest_model_is_evaluated_on_a_task_beside_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "a_task_beside_its_run_file.py").write_text(OWN_TASK)
+    change = {'source = "tests.rl.letters:Letters"': 'source = "a_task_beside_its_run_file"\nheld_out = 0.5'}
+    with served(tmp_path, change) as run, Trainer(run, trains=False):
+        run.groups()
+        command = [sys.executable, "-m", "diloco", "rl", "evaluate", str(run.path), "--prompts", "8", "--json"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {
+        "version": 0, "prompts": 8, "scores": {"letters": {"training": 0.25, "held out": 0.25}},
     }  # fmt: skip
 
 

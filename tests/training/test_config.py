@@ -103,6 +103,8 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[warm_start]\nsteps = 600\n", "warm_start.steps = 600 leaves nothing"),
         (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
+        (MINIMAL + "[task.sums]\nsorce = 'x'\n", 'unknown key "task.sums.sorce"; did you mean "source"?'),
+        (MINIMAL + "[task.source]\nsorce = 'x'\n", 'unknown key "task.source.sorce"; did you mean "source"?'),
         (MINIMAL + "[syncer]\ntoken_file = 'x'\n", 'unknown key "syncer.token_file"'),
         (MINIMAL + "[syncer]\nstore = ''\n", 'syncer.store = "": string should have at least 1 character'),
         (MINIMAL + "[heal]\n", 'run.toml: unknown key "heal"; known are checkpoint, data'),

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, with_keys
+from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, Store, with_keys
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
-from diloco.config import load_config
-from diloco.errors import ConfigError, StoreError, translated
+from diloco.config import RunConfig, load_config
+from diloco.errors import ConfigError
 from diloco.escaping import log_plainly
 
 POLL_S, SAY_S = 0.2, 5.0
@@ -84,6 +84,35 @@ def trainer(
     _work("trainer-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_trainer, progress=progress))
 
 
+@app.command()
+def evaluate(
+    run_file: RunFile,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each task and part.")] = 500,
+    store: Store = None, keys: Keys = None, overrides: Overrides = None, as_json: JsonSummary = False,
+) -> None:  # fmt: skip
+    """Print the mean score of the run's newest model on its tasks, of prompts of training and of held-out ones.
+
+    Without --store it is read from the run's own state directory, if that is on this machine, or else from the
+    syncer."""
+    from diloco.following.follower import newest_model
+    from diloco.rl.evaluation import Evaluation
+
+    config = _load(run_file, with_keys(overrides, keys))
+    source = store or (str(config.state_dir) if config.state_dir.exists() else config.syncer.address)
+    evaluation, syncer = Evaluation(config, prompts), config.syncer
+    model = newest_model(source, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
+    found = evaluation.accuracy(model)
+    lines = [f"{task}, {part}: {mean:.3f}" for task, parts in found.items() for part, mean in parts.items()]
+    text = "\n".join([f"{model} of {source}, one completion of each of {prompts} prompts:", *lines])
+    print_result(as_json, {"version": model.number, "prompts": prompts, "scores": found}, text)
+
+
+def _load(run_file: Path, overrides: list[str], name: str | None = None) -> RunConfig:
+    """The run file. Modules of tasks are looked for beside it too."""
+    sys.path.append(str(run_file.resolve().parent))
+    return load_config(run_file, overrides, learner=name)
+
+
 def _work(
     default: str, name: str | None, run_file: Path, overrides: list[str], as_json: bool, run: Callable[..., Any]
 ) -> None:  # fmt: skip
@@ -92,7 +121,7 @@ def _work(
 
     log_plainly()
     name = name or default
-    config, stop = load_config(run_file, overrides, learner=name), StopRequest()
+    config, stop = _load(run_file, overrides, name), StopRequest()
     with ending_by_signals(stop.set, "what is leased is given back"):
         result = run(config, name, stop=stop)
     print_result(as_json, asdict(result), f"{name}: {result.reason}")
@@ -107,15 +136,21 @@ def _sayer(as_json: bool) -> Callable[[str], None]:
 
 
 def _run_all(run_file: Path, overrides: list[str], as_json: bool) -> None:
+    from diloco.demo.plan import locked
     from diloco.demo.processes import DemoProcesses
     from diloco.demo.roles import IMPORTS, Roles, line
     from diloco.rl.settings import table_of
 
     config, say = load_config(run_file, overrides), _sayer(as_json)
     rewards = int(table_of(config).reward == "workers")
-    with translated(OSError, StoreError, f"cannot write to {config.dir}", "choose another [run] dir"):
-        config.dir.mkdir(parents=True, exist_ok=True)
-    with interrupted_by_signals(), DemoProcesses(config.dir, IMPORTS) as family:
+    refusal = (
+        f"another `diloco rl --local` runs {config.run.name!r} in {config.dir}; stop it first, or add a worker: "
+        f"diloco rl rollout {run_file} --name another"
+    )
+    with (
+        interrupted_by_signals(), locked(config.dir, refusal, "choose another [run] dir"),
+        DemoProcesses(config.dir, IMPORTS) as family,
+    ):  # fmt: skip
         roles = Roles(config, family)
         own_syncer = roles.status() is None
         roles.start(run_file, overrides, serves=own_syncer, rewards=rewards)

@@ -107,14 +107,7 @@ def prepared(directory: Path, plan: Plan | RlPlan, seed: int) -> Iterator[RunCon
         ConfigError: `directory` has other content or a running demo, or cannot be written.
     """
     run_file, choice = directory / "run.toml", "choose another directory with --dir"
-    with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"a demo is running in {directory}; wait until it ends, or {choice}") from None
+    with locked(directory, f"a demo is running in {directory}; wait until it ends, or {choice}", choice):
         with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
             found = sorted(directory.iterdir(), key=lambda each: each == run_file)  # the run file is removed last
             if found and not (run_file.is_file() and run_file.read_text(errors="replace").startswith(MARK)):
@@ -124,6 +117,24 @@ def prepared(directory: Path, plan: Plan | RlPlan, seed: int) -> Iterator[RunCon
             made = _tables(directory, plan, seed) if isinstance(plan, Plan) else _rl_tables(directory, plan, seed)
             run_file.write_text(f"{MARK}.\n\n{write_toml(made)}", encoding="utf-8")
         yield load_config(run_file)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, refusal: str, choice: str) -> Iterator[None]:
+    """Make a directory, and hold its lock, which ends with this process.
+
+    Raises:
+        ConfigError: `refusal`, if another process holds it; or it cannot be made, with `choice` as the advice.
+    """
+    with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(refusal) from None
+        yield
     finally:
         os.close(lock)
 

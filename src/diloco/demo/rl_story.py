@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 
-NUM_PROMPTS, NUM_COMPLETIONS = 2000, 8
-"""Of an accuracy: prompts of the run among which all different ones are looked for, and completions of each."""
+NUM_PROMPTS = 1600
+"""Of an accuracy, so that each of the 200 questions is asked about eight times."""
 
 STATES = ("waiting", "leased", "merged", "stale", "without signal", "refused")
 
@@ -105,36 +105,16 @@ def work_of(name: str, status: Mapping[str, Any]) -> int | None:
 # --- the result -------------------------------------------------------------------------------------------------------
 
 
-def accuracies(config: RunConfig, models: Sequence[FollowedModel | None]) -> tuple[list[float], int]:
-    """The mean reward of each model on all prompts of the run's task, at its temperature; and the number of prompts.
-    None: the model of the seed, untrained."""
-    from diloco.rl.rollout import open_engine
-    from diloco.rl.settings import table_of, tokenizer_of
-    from diloco.rl.tasks import Tasks
-
-    table, tokenizer, (task,) = table_of(config), tokenizer_of(config), Tasks(config.task).tasks.values()
-    engine, found = open_engine(config, tokenizer), list[float]()
-    prompts = list({prompt["prompt"]: prompt for prompt in map(task.prompt, range(NUM_PROMPTS))}.values())
-    tokens = [tokenizer.encode(prompt["prompt"]) for prompt in prompts]
-    for model in models:
-        if model is not None:
-            engine.load(model)
-        answers = engine.generate(
-            tokens, num=NUM_COMPLETIONS, max_tokens=table.max_tokens, temperature=table.temperature,
-            seed=config.run.seed,
-        )  # fmt: skip
-        pairs = [(prompt, each) for prompt, answered in zip(prompts, answers, strict=True) for each in answered]
-        found.append(sum(task.score(it, tokenizer.decode(each.tokens.tolist())) for it, each in pairs) / len(pairs))
-    return found, len(prompts)
-
-
 def summarise(outcome: RlOutcome) -> dict[str, Any]:
-    """Plain values; accuracies as of `accuracies`."""
-    (untrained, supervised, end), num_prompts = accuracies(outcome.config, (None, outcome.first, outcome.last))
+    """Plain values. Accuracies are of `NUM_PROMPTS` prompts of the run, at its temperature."""
+    from diloco.rl.evaluation import Evaluation
+
+    evaluation = Evaluation(outcome.config, NUM_PROMPTS)
+    models = {"untrained": None, "supervised": outcome.first, "end": outcome.last}
     groups = outcome.status["groups"]
     found = {
-        "accuracy": {"untrained": untrained, "supervised": supervised, "end": end},
-        "prompts": num_prompts,
+        "accuracy": {name: evaluation.accuracy(model)["sums"]["training"] for name, model in models.items()},
+        "prompts": NUM_PROMPTS,
         "groups": {state: groups[state] for state in ("acknowledged", *STATES)},
         "kills": [{"name": kill.name, "back_s": outcome.back_s.get(kill), "by": kill.name} for kill in outcome.kills],
         "kills_survived": len(outcome.back_s),
@@ -160,8 +140,8 @@ def describe(summary: Mapping[str, Any]) -> str:
     states = " + ".join(f"{groups[state]:,} {state}" for state in STATES)
     is_equal = "=" if groups["acknowledged"] == sum(groups[state] for state in STATES) else "≠"
     return (
-        f"right answers: {untrained} untrained, {supervised} after the supervised start, {end} in the end; of all "
-        f"{it['prompts']} questions, each of them trained, so they are memorised\n"
+        f"right answers: {untrained} untrained, {supervised} after the supervised start, {end} in the end; of "
+        f"{it['prompts']:,} samples of 200 questions, each of them trained, so they are memorised\n"
         f"groups: {groups['acknowledged']:,} acknowledged {is_equal} {states}\n"
         f"{it['steps']:,} steps, {it['versions']:,} versions, {it['tokens']:,} tokens, {it['seconds']:.0f} s"
     )

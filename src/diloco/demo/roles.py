@@ -10,6 +10,7 @@ from diloco.config import RunConfig
 from diloco.demo.processes import RESTART_AFTER_S, DemoProcesses
 from diloco.errors import UnreachableError
 from diloco.exchange.dialling import fetch_status
+from diloco.protocol.groups import ENDS
 
 IMPORTS = ("diloco.rl.trainer", "diloco.rl.reward")
 """What its processes import beside those of `DemoProcesses`."""
@@ -55,8 +56,10 @@ class Roles:
 
 def line(status: Mapping[str, Any]) -> str:
     """The state of a run for people, from its "step" and "groups"; empty: the syncer does not answer."""
-    groups = status.get("groups")
-    if groups is None:
+    if not status:
+        return "the syncer does not answer"
+    if (groups := status["groups"]) is None:
         return "no trainer has joined yet"
+    ends = "".join(f", {groups[end]:,} {end}" for end in ENDS if groups[end] or end == "merged")
     rewards = "".join(f", mean reward of {task} {mean:.3f}" for task, mean in sorted(groups["rewards"].items()))
-    return f"step {status['step']:,}: {groups['acknowledged']:,} groups made, {groups['merged']:,} merged{rewards}"
+    return f"step {status['step']:,}: {groups['acknowledged']:,} groups made{ends}{rewards}"

@@ -261,7 +261,8 @@ class Leases:
         if self.data is not None and self.data != _with_queue_of(data, self.data):
             raise ConfigError(
                 f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
-                "learners the same data, seed, sequence length and passes, or the same [rl] and [task]."
+                "learners the same data, seed, sequence length and passes, or the same [rl] and [task], or begin "
+                "another run by a new run.name."
             )
 
     def _take(self, num: int) -> Ranges:
@@ -529,6 +530,8 @@ def _with_queue_of(data: DataSet, first: DataSet) -> DataSet:
 def _described(data: DataSet | None) -> str:
     assert data is not None
     if data.groups is not None:
-        return f"groups by settings of digest {data.digest[:12]} ({data.groups})"
+        its, other = data.groups, ("digest", "vocab_size")
+        limits = ", ".join(f"{key} {value}" for key, value in vars(its).items() if key not in other)
+        return f"groups by settings of [rl] and [task] with digest {data.digest[:12]}, {limits}"
     passes = f"{data.passes} passes" if data.passes else "passes without end"
     return f"data of {data.num_units} units in {passes}, of digest {data.digest[:12]}"

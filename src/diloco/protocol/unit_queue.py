@@ -25,12 +25,13 @@ class UnitQueue:
         num_ahead: units per request; it requests units whenever it holds fewer than this.
 
     Attributes:
+        data: as given.
         has_ended: whether no unit was free at the last answer.
     """
 
     def __init__(self, data: DataSet, num_ahead: int) -> None:
         self.has_ended = False
-        self._data, self._num_ahead = data, num_ahead
+        self.data, self._num_ahead = data, num_ahead
         self._held: deque[tuple[int, int]] = deque()
         self._drawn: deque[Ranges] = deque()
         self._taken: Ranges = ()
@@ -58,13 +59,13 @@ class UnitQueue:
         if self._number == 1:
             own = union(self._taken, *self._drawn)
             claim = tuple(union(own, its) for its in unsent) if own or any(unsent) else ()
-        return Ask(self._number, max(self._num_ahead, at_least), self._data, claim)
+        return Ask(self._number, max(self._num_ahead, at_least), self.data, claim)
 
     def granted(self, grant: Grant) -> None:
         """Handle the answer to the pending request."""
         self._is_asking = False
         self._held.extend(grant.units)
-        self.has_ended = not grant.units and self._data.groups is None
+        self.has_ended = not grant.units and self.data.groups is None
         if grant.number == 1:  # other learners have the rest of an earlier incarnation's units
             self._taken = common(self._taken, grant.claimed)
             self._drawn = deque(common(its, grant.claimed) for its in self._drawn)

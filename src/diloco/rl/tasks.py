@@ -258,7 +258,9 @@ def _own_task(name: str, settings: TaskTable) -> Source:
     key = f"task.{name}"
     module, _, path = settings.source.partition(":")
     failed = f'{key}.source = "{settings.source}" cannot be loaded'
-    advice = 'write "package.module:object", "reasoning-gym:NAME" or "verifiers:NAME"'
+    advice = (
+        'name a module beside the run file or on PYTHONPATH, "module:object", "reasoning-gym:NAME" or "verifiers:NAME"'
+    )
     with translated(Exception, ConfigError, failed, advice):  # an import runs anything
         found: Any = importlib.import_module(module)
         for attribute in path.split(".") if path else ():

@@ -62,6 +62,9 @@ UPLOADS, SENDING = 4, 8
 AWAY = (UnreachableError, StoreError)
 """Errors of a syncer that may answer the same call later."""
 
+SHOWN = 20
+"""Groups that cannot be used, of which the log tells."""
+
 SAY_S = 5.0
 """Between two lines about a worker's progress."""
 
@@ -159,6 +162,7 @@ class WorkClient:
         self._fresh: list[int] = []  # leased, and not taken
         self._sending, self._num_calls = set[int](), 0
         self._scores: dict[int, Score] = {}
+        self._num_refused = 0
         self._num_answers, self._is_short, self._is_away = 0, False, False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._talk, name="diloco-work", daemon=True)
@@ -202,7 +206,9 @@ class WorkClient:
         """The worker is done with a prompt or group: its rewards, or why it cannot be used (cut to `MAX_REASON`)."""
         reason = printable(score.reason)[:MAX_REASON]
         if reason:
-            log.warning("%s cannot use group %d: %s", self.name, score.number, reason)
+            self._num_refused += 1
+            level = logging.WARNING if self._num_refused <= SHOWN else logging.DEBUG
+            log.log(level, "%s cannot use group %d: %s", self.name, score.number, reason)
         with self._changed:
             self._leases.pop(score.number, None)
             self._scores[score.number] = Score(score.number, score.rewards, reason)
