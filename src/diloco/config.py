@@ -285,7 +285,7 @@ class RlTable(Table):
     tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
     group_size: int = Field(default=8, ge=2, le=1024)  # completions of a prompt
     groups_per_step: int = Field(default=32, ge=1, le=4096)  # of one trainer
-    max_prompt_tokens: int = Field(default=64, ge=1)
+    max_prompt_tokens: int = Field(default=64, ge=1)  # a longer prompt is refused
     max_tokens: int = Field(default=16, ge=1)  # of a completion
     temperature: float = Field(default=1.0, gt=0)
     max_staleness: int = Field(default=4, ge=0, le=100)  # versions of a fragment, after which a group is dropped
@@ -308,7 +308,7 @@ class RlTable(Table):
 class TaskTable(Table):
     """A task: where prompts come from, and how completions are scored."""
 
-    # reasoning-gym:NAME, verifiers:NAME, or package.module:object with sample(seed) and score(prompt, completion)
+    # reasoning-gym:NAME, verifiers:NAME, or a module, or module:object, with sample(seed) and score(prompt, completion)
     source: str
     template: str = "{question}"  # of reasoning-gym: the prompt, from the question and its metadata
     exact: bool = True  # of reasoning-gym: 1 for the answer, 0 for all else; false: its partial scores

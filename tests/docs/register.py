@@ -52,7 +52,7 @@ NOT_EXECUTED: dict[Name, str] = {
     ("docs/integrations.md", "from diloco.integrations.torchtitan"): (
         "torchtitan is not installed beside the rest; `make torchtitan` runs its example"
     ),
-    ("docs/rl.md", "import diloco.rl"): "needs workers of a run: tests/rl/test_trainer.py",
+    ("docs/rl.md", "import sys"): "a script that needs workers of a run: tests/rl/test_workers.py runs it",
     ("docs/start.md", "import sys"): "a script with arguments: tests/test_start.py runs it as two processes",
     ("docs/start.md", "exchange ="): "a line of that script, of the run `first`",
 }

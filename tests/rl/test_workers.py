@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.docs.blocks import blocks_of
 from tests.processes import ForkedSyncer, start_module
 from tests.rl.worker_run import RUN, SHORT, ServedHere, ServedRun, Trainer, served, write_run_file
 from tests.syncer.test_doors import DAY
@@ -38,6 +39,8 @@ from diloco.syncer.keys.keyring import Keyring
 from diloco.training.spec import StopRequest
 
 Run = Callable[..., Worked]
+
+PAGE = Path(__file__).parents[2] / "docs" / "rl.md"
 
 AHEAD = {"queue = 16": "queue = 200"}
 """Change of the run file: rollouts are held back late."""
@@ -332,6 +335,21 @@ def test_all_roles_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         main(["rl", "--local", str(path)])
     assert refused.value.code == 2
     assert "another `diloco rl --local` runs 'letters'" in capsys.readouterr().err
+
+
+def test_the_loop_of_the_page_trains_on_groups_of_workers(tmp_path: Path) -> None:
+    [loop] = [each.text for each in blocks_of(PAGE.read_text(), "docs/rl.md") if each.text.startswith("import sys")]
+    with (
+        served(tmp_path, {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4"}, steps=4) as run,
+        Workers() as workers,
+    ):
+        workers.start(run_rollout, run.config(), "paris")
+        workers.start(run_reward, run.config(), "rome")
+        command = [sys.executable, "-c", loop, str(run.path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert run.status()["step"] == 4
+        assert run.groups()["merged"] == 4 * 4
 
 
 OWN_TASK = """
