@@ -103,6 +103,13 @@ def first_model(roles: Roles) -> FollowedModel:
         time.sleep(LOOK_S)
 
 
+def accuracy(evaluation: Evaluation, model: FollowedModel) -> dict[str, dict[str, float]]:
+    """By task and part."""
+    return {
+        task: {part: score.mean for part, score in parts.items()} for task, parts in evaluation.scores(model).items()
+    }
+
+
 def run(roles: Roles, num_prompts: int, *, with_faults: bool) -> dict[str, Any]:
     """Run it to its end; returns what was measured."""
     config, watched, steps = roles.config, Watched(roles), roles.config.run.steps
@@ -120,7 +127,7 @@ def run(roles: Roles, num_prompts: int, *, with_faults: bool) -> dict[str, Any]:
     return {
         "run": config.run.name, "steps": roles.shown["step"], "wall_s": wall_s, "processor_s": roles.processor_s(),
         "versions": [start.number, end.number], "tokens": end.tokens, "prompts": num_prompts,
-        "start": evaluation.accuracy(start), "end": evaluation.accuracy(end),
+        "start": accuracy(evaluation, start), "end": accuracy(evaluation, end),
         "groups": {state: roles.groups[state] for state in ("acknowledged", *STATES)},
         "staleness": roles.groups["staleness"], "faults": watched.faults, "wrong": roles.wrong,
     }  # fmt: skip

@@ -47,9 +47,10 @@ def test_the_victim_is_one_of_the_rollout_workers_and_dies_on_the_way() -> None:
 
 def test_an_untrained_model_is_almost_never_right(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", RlPlan(), 0) as config:
-        [(name, parts)] = Evaluation(config, 200).accuracy(None).items()
+        [(name, parts)] = Evaluation(config, 200).scores(None).items()
     assert (name, list(parts)) == ("sums", ["training"])
-    assert parts["training"] < 0.05
+    assert parts["training"].mean < 0.05
+    assert parts["training"].prompts == 200
 
 
 def test_what_a_process_has_done_is_in_the_status() -> None:

@@ -94,9 +94,8 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
     keys, name = first["loc"], _name(first["loc"], tables)
     if first["type"] == "extra_forbidden":
         table = kind
-        for key in keys[
-            :-1
-        ]:  # the number of a table in an array and the name of one in a table of tables are no fields
+        # The number of a table in an array and the name of one in a table of tables are no fields.
+        for key in keys[:-1]:
             field = None if isinstance(key, int) else table.model_fields.get(key)
             table = (None if field is None else _table_of(field.annotation)) or table
         return f'unknown key "{name}"; {nearest(str(keys[-1]), list(table.model_fields))}'

@@ -31,6 +31,7 @@ from diloco.exchange.wire.groups import CompletionGroup
 from diloco.exchange.wire.values import message_of
 from diloco.following.follower import newest_model
 from diloco.protocol.groups import digest_of
+from diloco.rl.evaluation import Evaluation
 from diloco.rl.reward import run_reward
 from diloco.rl.rollout import run_rollout
 from diloco.rl.settings import tokenizer_of
@@ -353,27 +354,66 @@ def test_the_loop_of_the_page_trains_on_groups_of_workers(tmp_path: Path) -> Non
 
 
 OWN_TASK = """
+import hashlib
+
 def sample(seed):
     if seed % 4 == 0:
-        return "longer than the run permits"
-    return {"prompt": f"{seed % 100}?", "answer": "1"}
+        return f"{seed} is longer than the run permits"
+    return {"prompt": f"{seed % 1000}?", "answer": "1"}
 
 def score(prompt, completion):
-    return 0.25
+    if prompt["seed"] % 4 == 1:
+        raise ValueError("no number")
+    return int.from_bytes(hashlib.sha256(prompt["prompt"].encode()).digest()[:8], "big") / 2**64
 """
+"""Its score tells the part of a prompt: below a half it is held out."""
 
 
 def test_the_newest_model_is_evaluated_on_a_task_beside_the_run_file(tmp_path: Path) -> None:
     (tmp_path / "a_task_beside_its_run_file.py").write_text(OWN_TASK)
     change = {'source = "tests.rl.letters:Letters"': 'source = "a_task_beside_its_run_file"\nheld_out = 0.5'}
+    command = [sys.executable, "-m", "diloco", "rl", "evaluate", "run.toml", "--prompts", "40", "--json"]
+
+    def evaluated(*more: str) -> dict[str, Any]:
+        ended = subprocess.run(
+            [*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        found: dict[str, Any] = json.loads(ended.stdout)
+        return found
+
     with served(tmp_path, change) as run, Trainer(run, trains=False):
         run.groups()
-        command = [sys.executable, "-m", "diloco", "rl", "evaluate", str(run.path), "--prompts", "8", "--json"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == {
-        "version": 0, "prompts": 8, "scores": {"letters": {"training": 0.25, "held out": 0.25}},
-    }  # fmt: skip
+        served_found = evaluated()
+    assert evaluated("--store", str(tmp_path / "state"), "--set", "syncer.insecure=true") == served_found
+    assert served_found["version"] == 0
+    parts = served_found["scores"]["letters"]
+    assert parts["held out"]["mean"] < 0.5 <= parts["training"]["mean"]
+    for part in parts.values():
+        assert part["prompts"] > 0
+        assert 0 < part["unscored"] < 40 - part["prompts"]
+
+
+def test_another_model_gets_other_scores(tmp_path: Path) -> None:
+    with served(tmp_path) as run, Trainer(run, trains=False):
+        run.groups()
+        model = newest_model(run.config().syncer.address, run=RUN)
+        evaluation = Evaluation(run.config(), 60)
+        own = evaluation.scores(model)["letters"]["training"]
+        other = Evaluation(run.config("run.seed=7"), 60)
+        assert other.scores(None)["letters"]["training"] != own
+        assert other.scores(model)["letters"]["training"] == own
+
+
+def test_roles_of_a_run_that_is_under_way_elsewhere_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(tmp_path) as run, Trainer(run, trains=False, name="trainer-0"):
+        run.groups()
+        with pytest.raises(SystemExit) as refused:
+            main(["rl", "--local", str(run.path)])
+    assert refused.value.code == 2
+    assert "trainer-0 of run 'letters' is under way elsewhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,12 @@ class Trainer:
         trains: False: it asks for more groups than there are, and so gets none.
     """
 
-    def __init__(self, run: ServedRun, *overrides: str, keys: Path | None = None, trains: bool = True) -> None:
+    def __init__(
+        self, run: ServedRun, *overrides: str, keys: Path | None = None, trains: bool = True, name: str = "trainer"
+    ) -> None:  # fmt: skip
         config, rules = run.config(*overrides), run.rules(*overrides)
         exchange = diloco.connect(
-            config.syncer.address, run=RUN, learner="trainer", keys=None if keys is None else str(keys),
+            config.syncer.address, run=RUN, learner=name, keys=None if keys is None else str(keys),
             initialise="if-empty", join_timeout_s=300,
         )  # fmt: skip
         self._model = build_model(config.model, rules.vocab_size, rules.max_prompt_tokens + rules.max_tokens, 0)

@@ -11,7 +11,7 @@ from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from diloco.following.follower import FollowedModel
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
 
         state = checkpoint_state(checkpoint, config.run.name)
     else:
-        state = _followed(store, address, config)
+        state = newest_of(config, store, address).state_dict()
     if raw:
         from diloco.following.copies import write_tensors
 
@@ -60,15 +60,14 @@ def command(
     print_result(as_json, value, f"wrote the global model of {config.run.name} to {out}; load it with {loading}")
 
 
-def _followed(store: str | None, address: str | None, config: RunConfig) -> "dict[str, Tensor]":
+def newest_of(config: RunConfig, store: str | None, address: str | None = None) -> "FollowedModel":
     """The newest model of the run's store, served or not, or else of its syncer."""
     from diloco.following.follower import newest_model
 
     syncer = config.syncer
     if store is not None:
-        return newest_model(store, run=config.run.name).state_dict()
+        return newest_model(store, run=config.run.name)
     try:
-        found = newest_model(address or syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
+        return newest_model(address or syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
-        raise UnreachableError(f"{error} Without a running syncer, export from its store: --store STORE.") from error
-    return found.state_dict()
+        raise UnreachableError(f"{error} Without a running syncer, read its store: --store STORE.") from error

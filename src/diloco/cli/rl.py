@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco.cli._options import JsonSummary, Keys, Overrides, RunFile, Store, with_keys
+from diloco.cli._options import Json, JsonSummary, Keys, Overrides, RunFile, Store, with_keys
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
 from diloco.config import RunConfig, load_config
@@ -88,23 +88,20 @@ def trainer(
 def evaluate(
     run_file: RunFile,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each task and part.")] = 500,
-    store: Store = None, keys: Keys = None, overrides: Overrides = None, as_json: JsonSummary = False,
+    store: Store = None, keys: Keys = None, overrides: Overrides = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print the mean score of the run's newest model on its tasks, of prompts of training and of held-out ones.
-
-    Without --store it is read from the run's own state directory, if that is on this machine, or else from the
-    syncer."""
-    from diloco.following.follower import newest_model
+    """Print the mean score of the run's newest model on its tasks: of one completion of each prompt, of prompts of
+    training and of held-out ones. The model is the syncer's, or that of --store."""
+    from diloco.cli.export import newest_of
     from diloco.rl.evaluation import Evaluation
 
     config = _load(run_file, with_keys(overrides, keys))
-    source = store or (str(config.state_dir) if config.state_dir.exists() else config.syncer.address)
-    evaluation, syncer = Evaluation(config, prompts), config.syncer
-    model = newest_model(source, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
-    found = evaluation.accuracy(model)
-    lines = [f"{task}, {part}: {mean:.3f}" for task, parts in found.items() for part, mean in parts.items()]
-    text = "\n".join([f"{model} of {source}, one completion of each of {prompts} prompts:", *lines])
-    print_result(as_json, {"version": model.number, "prompts": prompts, "scores": found}, text)
+    model = newest_of(config, store)
+    found = Evaluation(config, prompts).scores(model)
+    lines = [f"{task}, {part}: {score}" for task, parts in found.items() for part, score in parts.items()]
+    values = {task: {part: asdict(score) for part, score in parts.items()} for task, parts in found.items()}
+    text = "\n".join([f"{config.run.name}, {model}:", *lines])
+    print_result(as_json, {"version": model.number, "scores": values}, text)
 
 
 def _load(run_file: Path, overrides: list[str], name: str | None = None) -> RunConfig:
@@ -143,24 +140,25 @@ def _run_all(run_file: Path, overrides: list[str], as_json: bool) -> None:
 
     config, say = load_config(run_file, overrides), _sayer(as_json)
     rewards = int(table_of(config).reward == "workers")
-    refusal = (
-        f"another `diloco rl --local` runs {config.run.name!r} in {config.dir}; stop it first, or add a worker: "
-        f"diloco rl rollout {run_file} --name another"
-    )
+    choice = f"stop it first, or add a worker: diloco rl rollout {run_file} --name another"
+    refusal = f"another `diloco rl --local` runs {config.run.name!r} in {config.dir}; {choice}"
     with (
         interrupted_by_signals(), locked(config.dir, refusal, "choose another [run] dir"),
         DemoProcesses(config.dir, IMPORTS) as family,
     ):  # fmt: skip
         roles = Roles(config, family)
-        own_syncer = roles.status() is None
+        own_syncer = (status := roles.status()) is None
+        live = [name for name, each in (status or {"learners": {}})["learners"].items() if each["live"]]
+        if there := sorted({f"trainer-{number}" for number in range(config.run.learners)}.intersection(live)):
+            raise ConfigError(f"{', '.join(there)} of run {config.run.name!r} is under way elsewhere; {choice}")
         roles.start(run_file, overrides, serves=own_syncer, rewards=rewards)
         last, said_at = _counts(None), time.monotonic()
         while not roles.are_done():
             family.watch()
             if time.monotonic() - said_at >= SAY_S:
                 said_at = time.monotonic()
-                last = _counts(roles.status()) or last
-                say(line(last))
+                last = (now := _counts(roles.status())) or last
+                say(line(now))
             time.sleep(POLL_S)
         last = _counts(roles.status()) or last
         if own_syncer:

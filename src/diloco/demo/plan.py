@@ -130,10 +130,11 @@ def locked(directory: Path, refusal: str, choice: str) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(refusal) from None
+        with translated(OSError, ConfigError, f"cannot lock {directory}", choice):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(refusal) from None
         yield
     finally:
         os.close(lock)

@@ -113,7 +113,7 @@ def summarise(outcome: RlOutcome) -> dict[str, Any]:
     models = {"untrained": None, "supervised": outcome.first, "end": outcome.last}
     groups = outcome.status["groups"]
     found = {
-        "accuracy": {name: evaluation.accuracy(model)["sums"]["training"] for name, model in models.items()},
+        "accuracy": {name: evaluation.scores(model)["sums"]["training"].mean for name, model in models.items()},
         "prompts": NUM_PROMPTS,
         "groups": {state: groups[state] for state in ("acknowledged", *STATES)},
         "kills": [{"name": kill.name, "back_s": outcome.back_s.get(kill), "by": kill.name} for kill in outcome.kills],

@@ -55,9 +55,9 @@ class Roles:
 
 
 def line(status: Mapping[str, Any]) -> str:
-    """The state of a run for people, from its "step" and "groups"; empty: the syncer does not answer."""
+    """The state of a run for people, from its "step" and "groups", or neither: the syncer does not answer."""
     if not status:
-        return "the syncer does not answer"
+        return "no syncer answers at the moment"
     if (groups := status["groups"]) is None:
         return "no trainer has joined yet"
     ends = "".join(f", {groups[end]:,} {end}" for end in ENDS if groups[end] or end == "merged")

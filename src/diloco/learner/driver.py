@@ -240,14 +240,13 @@ class LearnerDriver:
         `poll_s`: how often to look where not only events of the exchange change that.
         """
 
-        queue = self.units
-
         def wait(timeout_s: float) -> None:
             self._wait(min(timeout_s, poll_s))
             self.lease()
 
         def reason() -> str:
-            what = "scored groups of completions" if queue is not None and queue.data.groups else "units of data"
+            are_groups = self.units is not None and self.units.data.groups is not None
+            what = "scored groups of completions" if are_groups else "units of data"
             return f"it waits for {what}; {self.exchange.obstacles}."
 
         self._block_while(lambda: missing() and not self.has_finished, reason, wait)

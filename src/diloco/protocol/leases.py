@@ -530,7 +530,7 @@ def _with_queue_of(data: DataSet, first: DataSet) -> DataSet:
 def _described(data: DataSet | None) -> str:
     assert data is not None
     if data.groups is not None:
-        its, other = data.groups, ("digest", "vocab_size")
+        its, other = data.groups, ("digest", "vocab_size", "queue")
         limits = ", ".join(f"{key} {value}" for key, value in vars(its).items() if key not in other)
         return f"groups by settings of [rl] and [task] with digest {data.digest[:12]}, {limits}"
     passes = f"{data.passes} passes" if data.passes else "passes without end"

@@ -33,7 +33,7 @@ def spans(places: Sequence[pb.GroupPlace]) -> Iterator[list[pb.GroupPlace]]:
 def read_span(
     span: Sequence[pb.GroupPlace], get: Callable[[str, int, int], bytes | memoryview], rules: GroupRules
 ) -> Groups:
-    """The groups of a span. `get`: as of `Readable`; what it raises for reasons of its own is raised."""
+    """The groups of a span. `get`: as of `Readable`, whose errors but `NOT_WHOLE` are raised."""
     name, start = span[0].object, span[0].start
     found = dict[int, CompletionGroup | DilocoError]()
     try:

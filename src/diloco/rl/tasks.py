@@ -259,7 +259,8 @@ def _own_task(name: str, settings: TaskTable) -> Source:
     module, _, path = settings.source.partition(":")
     failed = f'{key}.source = "{settings.source}" cannot be loaded'
     advice = (
-        'name a module beside the run file or on PYTHONPATH, "module:object", "reasoning-gym:NAME" or "verifiers:NAME"'
+        "name a module on PYTHONPATH (for `diloco rl`, also one beside the run file), "
+        '"module:object", "reasoning-gym:NAME" or "verifiers:NAME"'
     )
     with translated(Exception, ConfigError, failed, advice):  # an import runs anything
         found: Any = importlib.import_module(module)

@@ -63,7 +63,7 @@ AWAY = (UnreachableError, StoreError)
 """Errors of a syncer that may answer the same call later."""
 
 SHOWN = 20
-"""Groups that cannot be used, of which the log tells."""
+"""Groups without use that are logged."""
 
 SAY_S = 5.0
 """Between two lines about a worker's progress."""
@@ -162,7 +162,7 @@ class WorkClient:
         self._fresh: list[int] = []  # leased, and not taken
         self._sending, self._num_calls = set[int](), 0
         self._scores: dict[int, Score] = {}
-        self._num_refused = 0
+        self._num_said = 0
         self._num_answers, self._is_short, self._is_away = 0, False, False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._talk, name="diloco-work", daemon=True)
@@ -205,14 +205,19 @@ class WorkClient:
     def score(self, score: Score) -> None:
         """The worker is done with a prompt or group: its rewards, or why it cannot be used (cut to `MAX_REASON`)."""
         reason = printable(score.reason)[:MAX_REASON]
-        if reason:
-            self._num_refused += 1
-            level = logging.WARNING if self._num_refused <= SHOWN else logging.DEBUG
-            log.log(level, "%s cannot use group %d: %s", self.name, score.number, reason)
         with self._changed:
+            if reason:
+                self._say(f"cannot use group {score.number}: {reason}")
             self._leases.pop(score.number, None)
             self._scores[score.number] = Score(score.number, score.rewards, reason)
             self._changed.notify_all()
+
+    def _say(self, text: str) -> None:
+        """Log what becomes of a group, of the first `SHOWN` ones. Under the lock."""
+        self._num_said += 1
+        if self._num_said <= SHOWN:
+            further = "; further groups are only counted" if self._num_said == SHOWN else ""
+            log.warning("%s %s%s", self.name, text, further)
 
     def send(self, groups: Sequence[pb.MadeGroup]) -> None:
         """Send groups, with one call where their size permits it; waits while `SENDING` calls are under way."""
@@ -289,7 +294,8 @@ class WorkClient:
                     self._send(pb.GroupsRequest(run=self._run, learner=self.name, process=self._process, groups=[one]))
                 return
             for refused in reply.refused:
-                log.warning("%s drops group %d: %s", self.name, refused.number, printable(refused.reason))
+                with self._changed:
+                    self._say(f"drops group {refused.number}: {printable(refused.reason)}")
             return
 
     # --- messages -----------------------------------------------------------------------------------------------------
