@@ -10,6 +10,7 @@ from diloco.cli import main
 from diloco.demo.display import Display
 from diloco.demo.plan import RlPlan, prepared
 from diloco.demo.rl_story import STATES, describe, headline, summarise, tell, work_of, write_report
+from diloco.demo.roles import line
 from diloco.rl.evaluation import Evaluation
 from diloco.rl.settings import rules_of, tokenizer_of
 from diloco.rl.tasks import Tasks
@@ -63,6 +64,15 @@ def test_what_a_process_has_done_is_in_the_status() -> None:
     done = {name: work_of(name, status) for name in ("rollout-0", "reward-0", "trainer-0", "syncer", "rollout-1")}
     assert done == {"rollout-0": 5, "reward-0": 4, "trainer-0": 70, "syncer": 0, "rollout-1": None}
     assert work_of("rollout-0", {"groups": None, "learners": {}}) is None
+
+
+def test_the_line_of_a_run_has_what_became_of_groups_and_says_when_nobody_answers() -> None:
+    groups = {"acknowledged": 1000, "rewards": {"sums": 0.25}, **GROUPS, "stale": 0}
+    assert line({"step": 7, "groups": groups}) == (
+        "step 7: 1,000 groups made, 900 merged, 80 without signal, 1 refused, mean reward of sums 0.250"
+    )
+    assert line({"step": 0, "groups": None}) == "no trainer has joined yet"
+    assert line({}) == "no syncer answers at the moment"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.rl.worker_run import RUN, SHORT, ServedHere, ServedRun, Trainer, serv
 from tests.syncer.test_doors import DAY
 
 from diloco.cli import main
-from diloco.config import RunConfig
+from diloco.config import RunConfig, load_config
 from diloco.demo.plan import free_port, locked
 from diloco.errors import AuthError, ConfigError, StaleIncarnationError
 from diloco.exchange.dialling import fetch_status
@@ -31,11 +31,12 @@ from diloco.exchange.wire.groups import CompletionGroup
 from diloco.exchange.wire.values import message_of
 from diloco.following.follower import newest_model
 from diloco.protocol.groups import digest_of
+from diloco.protocol.workers import Score
 from diloco.rl.evaluation import Evaluation
 from diloco.rl.reward import run_reward
 from diloco.rl.rollout import run_rollout
 from diloco.rl.settings import tokenizer_of
-from diloco.rl.worker import WorkClient, Worked
+from diloco.rl.worker import SHOWN, WorkClient, Worked
 from diloco.syncer.keys.keyring import Keyring
 from diloco.training.spec import StopRequest
 
@@ -301,6 +302,18 @@ def test_a_call_that_is_refused_as_a_whole_loses_one_group_only(tmp_path: Path) 
         assert not free & {bad, good}
 
 
+def test_the_log_tells_of_the_first_groups_that_cannot_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(write_run_file(tmp_path, "127.0.0.1:1", {}))
+    client = WorkClient(config, "reward", "rome", "digest", 1)
+    for number in range(SHOWN + 5):
+        client.score(Score(number, reason="it is bad"))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said[0] == "rome cannot use group 0: it is bad"
+    assert said[SHOWN - 1 :] == [f"rome cannot use group {SHOWN - 1}: it is bad; further groups are only counted"]
+
+
 def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False), Workers() as workers:
         run.groups()
@@ -346,7 +359,7 @@ def test_the_loop_of_the_page_trains_on_groups_of_workers(tmp_path: Path) -> Non
     ):
         workers.start(run_rollout, run.config(), "paris")
         workers.start(run_reward, run.config(), "rome")
-        command = [sys.executable, "-c", loop, str(run.path)]
+        command = [sys.executable, "-c", loop, str(run.path), "own-loop"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ended.returncode == 0, ended.stderr
         assert run.status()["step"] == 4
