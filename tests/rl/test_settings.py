@@ -24,7 +24,7 @@ def of(*changes: str) -> RunConfig:
 def test_the_example_is_of_rules_that_a_syncer_accepts() -> None:
     config = of()
     rules = rules_of(config, tokenizer_of(config))
-    assert (rules.vocab_size, rules.group_size, rules.max_tokens, rules.queue) == (256, 8, 8, 64)
+    assert (rules.vocab_size, rules.group_size, rules.max_tokens, rules.queue) == (256, 8, 8, 128)
     check_ask("a", Ask(1, 16, data_of(rules)))
 
 
@@ -51,7 +51,7 @@ def test_a_loss_is_that_of_its_name_but_for_keys_of_its_own(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (("rl.queue=4",), "rl.queue = 4 is below rl.groups_per_step = 8"),
+        (("rl.queue=4",), "rl.queue = 4 is below rl.groups_per_step = 16"),
         (("rl.group_size=1024", "rl.max_tokens=1000"), "is larger than 5242880 bytes"),
         (("engine.kind=openai",), "needs url and folder"),
         (("engine.url=http://127.0.0.1:1",), 'has no effect with kind = "transformers"'),

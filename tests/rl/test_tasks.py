@@ -129,7 +129,7 @@ def test_a_task_of_ones_own_is_a_module_an_object_or_a_class(own: Callable[[str]
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("no_such_module", '"no_such_module" cannot be loaded .*\'no_such_module\'.*; write "package.module:object"'),
+        ("no_such_module", "\"no_such_module\" cannot be loaded .*'no_such_module'.*; name a module on PYTHONPATH"),
         ("own_task:absent", "cannot be loaded .*'absent'"),
         ("own_task:number", "has no function sample"),
         ("", "cannot be loaded"),
