@@ -29,9 +29,10 @@ from benchmarks.processes import until
 from benchmarks.roles import STATES, SYNCER, Roles
 from diloco.errors import ConfigError, NotInitialisedError, UnreachableError
 from diloco.following.follower import FollowedModel, newest_model
-from diloco.rl.evaluation import Evaluation
+from diloco.rl.evaluation import TaskEvaluation
 
 SAY_S, LOOK_S = 10.0, 0.5
+
 FAULTS = (
     ("kill", "rollout-0"), ("freeze", "trainer-1"), ("kill", SYNCER), ("freeze", "reward-0"), ("kill", "trainer-0"),
     ("freeze", SYNCER), ("kill", "reward-0"), ("freeze", "rollout-1"),
@@ -103,7 +104,7 @@ def first_model(roles: Roles) -> FollowedModel:
         time.sleep(LOOK_S)
 
 
-def accuracy(evaluation: Evaluation, model: FollowedModel) -> dict[str, dict[str, float]]:
+def accuracy(evaluation: TaskEvaluation, model: FollowedModel) -> dict[str, dict[str, float]]:
     """By task and part."""
     return {
         task: {part: score.mean for part, score in parts.items()} for task, parts in evaluation.scores(model).items()
@@ -117,7 +118,7 @@ def run(roles: Roles, num_prompts: int, *, with_faults: bool) -> dict[str, Any]:
         raise ConfigError("the run needs run.steps; set it")
     for name in (SYNCER, *roles.names):
         roles.restart(name)
-    evaluation, start = Evaluation(config, num_prompts), first_model(roles)
+    evaluation, start = TaskEvaluation(config, num_prompts), first_model(roles)
     due = [steps * at // (len(FAULTS) + 1) for at in range(1, len(FAULTS) + 1)] if with_faults else []
     while not watched.is_over():
         if len(watched.faults) < len(due) and roles.shown.get("step", 0) >= due[len(watched.faults)]:

@@ -11,7 +11,7 @@ from diloco.demo.display import Display
 from diloco.demo.plan import RlPlan, prepared
 from diloco.demo.rl_story import STATES, describe, headline, summarise, tell, work_of, write_report
 from diloco.demo.roles import line
-from diloco.rl.evaluation import Evaluation
+from diloco.rl.evaluation import TaskEvaluation
 from diloco.rl.settings import rules_of, tokenizer_of
 from diloco.rl.tasks import Tasks
 
@@ -48,7 +48,7 @@ def test_the_victim_is_one_of_the_rollout_workers_and_dies_on_the_way() -> None:
 
 def test_an_untrained_model_is_almost_never_right(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", RlPlan(), 0) as config:
-        [(name, parts)] = Evaluation(config, 200).scores(None).items()
+        [(name, parts)] = TaskEvaluation(config, 200).scores(None).items()
     assert (name, list(parts)) == ("sums", ["training"])
     assert parts["training"].mean < 0.05
     assert parts["training"].prompts == 200

@@ -32,7 +32,7 @@ from diloco.exchange.wire.values import message_of
 from diloco.following.follower import newest_model
 from diloco.protocol.groups import digest_of
 from diloco.protocol.workers import Score
-from diloco.rl.evaluation import Evaluation
+from diloco.rl.evaluation import TaskEvaluation
 from diloco.rl.reward import run_reward
 from diloco.rl.rollout import run_rollout
 from diloco.rl.settings import tokenizer_of
@@ -411,9 +411,9 @@ def test_another_model_gets_other_scores(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False):
         run.groups()
         model = newest_model(run.config().syncer.address, run=RUN)
-        evaluation = Evaluation(run.config(), 60)
+        evaluation = TaskEvaluation(run.config(), 60)
         own = evaluation.scores(model)["letters"]["training"]
-        other = Evaluation(run.config("run.seed=7"), 60)
+        other = TaskEvaluation(run.config("run.seed=7"), 60)
         assert other.scores(None)["letters"]["training"] != own
         assert other.scores(model)["letters"]["training"] == own
 

@@ -93,11 +93,11 @@ def evaluate(
     """Print the mean score of the run's newest model on its tasks: of one completion of each prompt, of prompts of
     training and of held-out ones. The model is the syncer's, or that of --store."""
     from diloco.cli.export import newest_of
-    from diloco.rl.evaluation import Evaluation
+    from diloco.rl.evaluation import TaskEvaluation
 
     config = _load(run_file, with_keys(overrides, keys))
     model = newest_of(config, store)
-    found = Evaluation(config, prompts).scores(model)
+    found = TaskEvaluation(config, prompts).scores(model)
     lines = [f"{task}, {part}: {score}" for task, parts in found.items() for part, score in parts.items()]
     values = {task: {part: asdict(score) for part, score in parts.items()} for task, parts in found.items()}
     text = "\n".join([f"{config.run.name}, {model}:", *lines])

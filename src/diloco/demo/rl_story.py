@@ -107,9 +107,9 @@ def work_of(name: str, status: Mapping[str, Any]) -> int | None:
 
 def summarise(outcome: RlOutcome) -> dict[str, Any]:
     """Plain values. Accuracies are of `NUM_PROMPTS` prompts of the run, at its temperature."""
-    from diloco.rl.evaluation import Evaluation
+    from diloco.rl.evaluation import TaskEvaluation
 
-    evaluation = Evaluation(outcome.config, NUM_PROMPTS)
+    evaluation = TaskEvaluation(outcome.config, NUM_PROMPTS)
     models = {"untrained": None, "supervised": outcome.first, "end": outcome.last}
     groups = outcome.status["groups"]
     found = {

@@ -18,7 +18,7 @@ from diloco.rl.worker import make_scorer
 
 
 @dataclass(frozen=True)
-class Score:
+class MeanScore:
     """The mean score of completions. prompts: that were scored. unscored: for which `score` failed."""
 
     mean: float
@@ -30,7 +30,7 @@ class Score:
         return f"{self.mean:.3f} of {self.prompts:,} prompts{failed}"
 
 
-class Evaluation:
+class TaskEvaluation:
     """Scores of one completion of each of so many prompts, at the run's temperature, generated in this process.
 
     Arguments:
@@ -47,7 +47,7 @@ class Evaluation:
         engine = EngineTable(prompts=table.prompts, device=table.device)  # a server is its worker's own
         self._engine = open_engine(config.model_copy(update={"engine": engine}), self._tokenizer)
 
-    def scores(self, model: FollowedModel | None) -> dict[str, dict[str, Score]]:
+    def scores(self, model: FollowedModel | None) -> dict[str, dict[str, MeanScore]]:
         """By task, of the parts "training" and "held out", if it has that. None: of the model that was loaded before,
         at first that of the seed.
 
@@ -67,7 +67,7 @@ class Evaluation:
                 for name in self._tasks
             }  # fmt: skip
 
-    def _score(self, name: str, scorer: Scorer, *, held_out: bool) -> Score:
+    def _score(self, name: str, scorer: Scorer, *, held_out: bool) -> MeanScore:
         scores, failures = list[float](), list[ScoringError]()
         for prompt, text in self._completed(name, held_out=held_out):
             try:
@@ -76,7 +76,7 @@ class Evaluation:
                 failures.append(error)
         if not scores:
             raise failures[0]
-        return Score(fmean(scores), len(scores), len(failures))
+        return MeanScore(fmean(scores), len(scores), len(failures))
 
     def _completed(self, name: str, *, held_out: bool) -> Iterator[tuple[dict[str, Any], str]]:
         """Prompts that fit, each with a completion."""
