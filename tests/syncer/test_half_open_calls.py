@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -198,13 +199,18 @@ def probe_down(connection: Connection) -> None:
     probe(connection, pb.ProbeHeader(run=RUN, learner="a", down_bytes=1 << 25))
 
 
-def initialise(connection: Connection) -> None:
+def initial_model() -> Iterator[bytes]:
+    """The messages of its upload."""
     parts = [bytes_of(torch.ones(it.numel)) for it in wide().fragments]
     static = memoryview(save({}))
     header = pb.InitialiseHeader(
         run=RUN, learner="a", layout=json.dumps(wide().to_dict()), part_bytes=[*map(len, parts), len(static)]
     )
-    connection.upload("joins", "Initialise", frames(header, *parts, static), pb.InitialiseReply)
+    return frames(header, *parts, static)
+
+
+def initialise(connection: Connection) -> None:
+    connection.upload("joins", "Initialise", initial_model(), pb.InitialiseReply)
 
 
 TRANSFERS: dict[str, Callable[[Connection], object]] = {
@@ -332,16 +338,26 @@ def test_what_came_of_the_initial_model_waits_as_long_as_what_came_of_a_contribu
 
 
 def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Path) -> None:
+    arrived, is_cut = threading.Event(), threading.Event()
+
+    def interrupted() -> Iterator[bytes]:
+        *most, last = initial_model()
+        yield from most
+        is_cut.wait(300.0)
+        yield last
+
     with (
         start(tmp_path, method()) as syncer,
-        Relay(syncer.port, swallow_at_length) as relay,
+        Relay(syncer.port) as relay,
         ThreadPoolExecutor(1) as pool,
         closing(connection_to(relay.address, 300.0)) as connection,
     ):
-        lost = pool.submit(initialise, connection)
-        until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
-        until(lambda: bool(syncer.transfers._open), "the upload does not begin")
+        lost = pool.submit(
+            connection.upload, "joins", "Initialise", interrupted(), pb.InitialiseReply, heard=lambda _: arrived.set()
+        )
+        assert arrived.wait(300.0)
         relay.cut()
+        is_cut.set()
         assert isinstance(lost.exception(), UnreachableError)
         until(lambda: syncer._incoming._kept is not None, "nothing is kept")
         syncer._incoming._clock = lambda: time.monotonic() + KEPT_S
