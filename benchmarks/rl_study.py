@@ -56,7 +56,9 @@ STEPS, EVERY = 300, 20
 FIXED, LEVELS, EQUAL_S, Y_RANGE = (100, 200, 300), (0.3, 0.4), 32, (-0.02, 0.4)
 TRL, BASE = "trl", "H=5,s=1"
 CELLS = ("H=5,s=0", BASE, "H=5,s=2", "H=5,s=4", "H=1,s=1", "H=20,s=1", TRL)
-SETTINGS = ("inner.lr=5e-4", "rl.groups_per_step=16", "rl.max_tokens=4", "rl.supervised_steps=100")
+SETTINGS = (
+    "inner.lr=5e-4", "rl.groups_per_step=16", "rl.max_tokens=4", "rl.supervised_steps=100", "rl.supervised_batch=64",
+)  # fmt: skip
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantile of Student's t, by its degrees of freedom."""
 

@@ -24,7 +24,7 @@ def of(*changes: str) -> RunConfig:
 def test_the_example_is_of_rules_that_a_syncer_accepts() -> None:
     config = of()
     rules = rules_of(config, tokenizer_of(config))
-    assert (rules.vocab_size, rules.group_size, rules.max_tokens, rules.queue) == (256, 8, 8, 128)
+    assert (rules.vocab_size, rules.group_size, rules.max_tokens, rules.queue) == (256, 8, 8, 384)
     check_ask("a", Ask(1, 16, data_of(rules)))
 
 
