@@ -45,7 +45,7 @@ NAMES = [f"beats-{number}" for number in range(64)]
 NUM_WORKERS = 2
 GROUP_SIZE, NUM_TOKENS = 8, 256
 A_CALL, WAITING = 16, 512
-RULES = GroupRules("0" * 64, 1000, GROUP_SIZE, 64, NUM_TOKENS, max_staleness=4, queue=100_000)
+RULES = GroupRules("0" * 64, 1000, GROUP_SIZE, 64, NUM_TOKENS, max_staleness=4, queue=100_000, inline=True)
 
 
 @dataclass(frozen=True)

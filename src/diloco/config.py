@@ -20,8 +20,8 @@ LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer"
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-MAX_GROUP_BYTES, MAX_TASK = 5 << 20, 64
-"""Of one group of reinforcement learning, and characters of a task's name."""
+MAX_GROUP_BYTES, GROUP_HEADER_BYTES, MAX_TASK = 5 << 20, 1 << 16, 64
+"""Of one group of reinforcement learning, of what it has beside its tokens at most, and characters of a task's name."""
 
 MUON_PRESET = "MuLoCo"
 """The preset whose default inner optimizer is Muon."""
@@ -407,10 +407,12 @@ class RunConfig(Table):
                 f"rl.queue = {self.rl.queue} is below rl.groups_per_step = {self.rl.groups_per_step}, which a trainer "
                 "leases at once; raise it"
             )
-        if self.rl is not None and 8 * self.rl.group_size * self.rl.max_tokens > MAX_GROUP_BYTES:
+        if (rl := self.rl) is not None and (
+            8 * rl.group_size * rl.max_tokens + 4 * rl.max_prompt_tokens > MAX_GROUP_BYTES - GROUP_HEADER_BYTES
+        ):
             raise ValueError(
-                f"a group of rl.group_size = {self.rl.group_size} completions of rl.max_tokens = {self.rl.max_tokens} "
-                f"tokens, 8 bytes each, is larger than {MAX_GROUP_BYTES} bytes; lower one of them"
+                f"a group of rl.group_size = {rl.group_size} completions of rl.max_tokens = {rl.max_tokens} tokens, 8 "
+                f"bytes each, and its prompt are larger than {MAX_GROUP_BYTES} bytes; lower one of them"
             )
         if any(len(name) > MAX_TASK or not name.isprintable() for name in self.task):
             raise ValueError(f"the name of a table [task.NAME] has up to {MAX_TASK} printable characters")

@@ -22,7 +22,7 @@ from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.units import Ranges, ranges_of
 from diloco.protocol.workers import Score, Work
 
-RULES = GroupRules("r" * 64, 100, 2, 8, 8, max_staleness=1, queue=8)
+RULES = GroupRules("r" * 64, 100, 2, 8, 8, max_staleness=1, queue=8, inline=True)
 GOOD, BAD = (1.0, 0.0), (0.5, 0.5)
 """Rewards of a group with a signal, and without."""
 
@@ -48,7 +48,7 @@ class Run:
         for learner in ("a", "b"):
             self.core.joined(0.0, learner)
             self.core.heartbeat(0.0, learner, 1, Report(step=0, tokens=1))
-        self.lease("a", 99)  # it says what the run's groups are
+        self.lease("a", rules.queue)  # it says what the run's groups are
         self.record()
 
     # --- what happens -------------------------------------------------------------------------------------------------

@@ -610,9 +610,19 @@ def test_trainers_may_differ_in_the_queue_which_the_first_one_sets() -> None:
     run.data = replace(run.data, groups=replace(RULES, queue=99))
     assert run.lease("b", 1).number == 0
     assert run.core.groups.rules == RULES
+    with pytest.raises(ConfigError, match="'b' needs 9 groups at once, and the run generates 8 ahead"):
+        run.lease("b", 9)
     run.data = replace(run.data, groups=replace(RULES, max_tokens=99))
     with pytest.raises(ConfigError, match="or the same"):
         run.lease("b", 1)
+
+
+def test_a_rollout_worker_does_not_score_where_reward_workers_do() -> None:
+    run = Run(rules=replace(RULES, inline=False))
+    run.work(wants=1)
+    with pytest.raises(PayloadError, match="group 0 has rewards, and reward workers score those of this run"):
+        run.group(0, rewards=GOOD)
+    assert (run.core.groups.counts["acknowledged"], run.core.groups.counts["dropped"]) == (0, 1)
 
 
 def test_no_more_packs_are_begun_than_a_manifest_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ run = {name = "toy", tokens = 1000000, steps = 6}
 inner = {lr = 1e-2, weight_decay = 0.0}
 schedule = {kind = "constant", warmup_steps = 0}
 train = {rewarm_steps = 0, log_every_steps = 1}
-rl = {group_size = 4, groups_per_step = 1, max_prompt_tokens = 8, max_tokens = 4}
+rl = {group_size = 4, groups_per_step = 1, reward = "inline", max_prompt_tokens = 8, max_tokens = 4}
 task.letters = {source = "tests.rl.toy"}
 [model]
 hidden_size = 16

@@ -146,7 +146,7 @@ class Trainer:
     is open; until the run's budget of steps is spent, unless the test fails.
 
     Arguments:
-        trains: False: it asks for more groups than there are, and so gets none.
+        trains: False: it asks for as many groups as the queue holds, and so gets none unless all have rewards.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Trainer:
         self._model = build_model(config.model, rules.vocab_size, rules.max_prompt_tokens + rules.max_tokens, 0)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._learner = diloco.Learner(self._model, self._optimizer, exchange=exchange)
-        self._trains, self._num = trains, GROUPS_PER_STEP if trains else 4096
+        self._trains, self._num = trains, GROUPS_PER_STEP if trains else rules.queue
         self._units = self._learner.lease(data_of(rules), num_ahead=self._num)
         self._thread = threading.Thread(target=self._train, daemon=True)
         self.steps = 0

@@ -285,8 +285,9 @@ def _with_groups(draws: Draws, plan: Plan) -> Plan:
     """Without an older copy, which a worker would follow."""
     num_units = draws.whole("groups a step", 1, 2)
     asked = AHEAD_STEPS * num_units
-    rules = GroupRules("storm", 9, 2, 9, 9, draws.whole("max_staleness", 0, 4), draws.whole("queue", asked, 4 * asked))
     is_inline = draws.unit("is inline") < 0.3
+    max_staleness, queue = draws.whole("max_staleness", 0, 4), draws.whole("queue", asked, 4 * asked)
+    rules = GroupRules("storm", 9, 2, 9, 9, max_staleness, queue, inline=is_inline)
     num_rollouts, num_rewards = draws.whole("rollouts", 1, 3), draws.whole("rewards", 1, 2)
     roles = ("rollout",) * num_rollouts + ("reward",) * num_rewards
     workers = tuple(

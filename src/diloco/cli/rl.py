@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +21,10 @@ from diloco.escaping import log_plainly
 POLL_S, SAY_S = 0.2, 5.0
 """Of `--local`: between two looks at the processes, and between two lines."""
 
-Name = Annotated[str | None, typer.Option(help="Name of this process in the run; default: its role and -0.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Name of this process in the run; default: trainer-0; of others, random."),
+]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,7 +62,7 @@ def rollout(
     from diloco.rl.rollout import run_rollout
 
     say = _sayer(as_json)
-    _work("rollout-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_rollout, say=say))
+    _work(f"rollout-{token_hex(3)}", name, run_file, with_keys(overrides, keys), as_json, partial(run_rollout, say=say))
 
 
 @app.command()
@@ -69,7 +73,7 @@ def reward(
     from diloco.rl.reward import run_reward
 
     say = _sayer(as_json)
-    _work("reward-0", name, run_file, with_keys(overrides, keys), as_json, partial(run_reward, say=say))
+    _work(f"reward-{token_hex(3)}", name, run_file, with_keys(overrides, keys), as_json, partial(run_reward, say=say))
 
 
 @app.command()

@@ -301,6 +301,10 @@ class Groups:
                 f"group {number} was made with weights of digest {made.weights[:12]}, and the run published "
                 f"{weights[:12]} as versions {list(made.versions)}; load them again."
             )
+        if made.rewards and not rules.inline:
+            raise PayloadError(
+                f"group {number} has rewards, and reward workers score those of this run; send none."
+            )
         if made.rewards and not _are_usable(made.rewards, rules):
             raise PayloadError(f"group {number} has rewards {list(made.rewards)}; send {rules.group_size} numbers.")
 

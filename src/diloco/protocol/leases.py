@@ -77,6 +77,7 @@ class GroupRules:
         max_prompt_tokens, max_tokens: the longest prompt and completion.
         max_staleness: versions of a fragment after which a group is not trained any more.
         queue: groups that are generated ahead of the trainers, at most.
+        inline: rollout workers score their groups; otherwise a group that comes with rewards is refused.
     """
 
     digest: str
@@ -86,6 +87,7 @@ class GroupRules:
     max_tokens: int
     max_staleness: int
     queue: int
+    inline: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,11 @@ class Leases:
             PayloadError: the request is inconsistent.
         """
         self._check_data(learner, ask.data)
+        if (rules := (self.data or ask.data).groups) is not None and ask.num_units > rules.queue:
+            raise ConfigError(
+                f"{learner!r} needs {ask.num_units} groups at once, and the run generates {rules.queue} ahead, as its "
+                "first trainer has it; lower rl.groups_per_step, or begin another run with a larger rl.queue."
+            )
         lease = self.leases.get((learner, incarnation)) or self._new()
         if 0 < ask.number == lease.grant.number:
             return lease.grant

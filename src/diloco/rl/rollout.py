@@ -48,7 +48,7 @@ def run_rollout(
     """Generate groups until the run ends, or `stop`.
 
     A prompt that cannot be sampled, is too long or cannot be scored here is reported, and not leased again. While the
-    engine fails, its prompts are tried again.
+    engine fails, its prompts are given back.
 
     Raises:
         ConfigError: the run file cannot be used, or the run has other settings. LayoutError: the run has another model.
@@ -62,7 +62,7 @@ def run_rollout(
     with ExitStack() as opened:
         engine = opened.enter_context(closing(open_engine(config, tokenizer)))
         scorer = opened.enter_context(make_scorer(config)) if table_of(config).reward == "inline" else None
-        client = opened.enter_context(WorkClient(config, "rollout", name, rules.digest, 2 * table.prompts))
+        client = opened.enter_context(WorkClient(config, "rollout", name, rules.digest, 0))
         stop.interrupt_with(lambda _: client.close())
         address, run = syncer.address, config.run.name
         follower = opened.enter_context(closing(follow(
@@ -70,8 +70,10 @@ def run_rollout(
         )))  # fmt: skip
         rollout = Rollout(config, name, tokenizer, engine, scorer, client, say)
         while not follower.wait(0):
-            if (model := newest.wait(IDLE_S)) is not None and (leases := client.take(table.prompts, IDLE_S)):
-                rollout.make([lease.number for lease in leases], lambda: newest.wait(0) or model)
+            if (model := newest.wait(IDLE_S)) is not None:
+                client.hold(2 * table.prompts)  # not before: others may have a model
+                if leases := client.take(table.prompts, IDLE_S):
+                    rollout.make([lease.number for lease in leases], lambda: newest.wait(0) or model)
             if client.closing.is_set():
                 client.take(0)  # raises what has ended it
                 return rollout.tally.worked(is_over=False)
@@ -140,17 +142,19 @@ class Rollout:
         self.tally = Tally(name, "rollout", say)
 
     def make(self, numbers: Sequence[int], newest: Callable[[], FollowedModel]) -> None:
-        """Send the groups of these prompts, or report what is wrong with a prompt."""
+        """Send the groups of these prompts, or report what is wrong with a prompt. While the engine fails, all prompts
+        are given back, and none is held for `ENGINE_PAUSE_S`."""
         prompts = [prompt for number in numbers if (prompt := self._sampled(number)) is not None]
-        while prompts and not self._client.closing.is_set():
-            try:
-                model = newest()
-                self._load(model)
-                self._generate(prompts, model)
-                break
-            except (EngineError, NonFiniteError, StoreError) as error:
-                log.warning("prompts %s are tried again: %s", [prompt.number for prompt in prompts], error)
-                self._client.closing.wait(ENGINE_PAUSE_S)
+        if not prompts:
+            return
+        try:
+            model = newest()
+            self._load(model)
+            self._generate(prompts, model)
+        except (EngineError, NonFiniteError, StoreError) as error:
+            log.warning("prompts %s are given back: %s", [prompt.number for prompt in prompts], error)
+            self._client.hold(0)
+            self._client.closing.wait(ENGINE_PAUSE_S)
 
     def _sampled(self, number: int) -> _Prompt | None:
         """The prompt with this number; None: it cannot be used, which is reported."""

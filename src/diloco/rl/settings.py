@@ -39,12 +39,14 @@ def rules_of(config: RunConfig, tokenizer: Tokenizer) -> GroupRules:
     """The rules of the run's groups. Raises ConfigError: the run file has no table [rl]."""
     table = table_of(config)
     tasks = {name: task.model_dump(mode="json") for name, task in config.task.items()}
-    shared = [table.model_dump(mode="json", exclude=OWN), tasks, tokenizer.digest]
+    shared: list[object] = [table.model_dump(mode="json", exclude=OWN), tasks, tokenizer.digest]
+    if loss_of(table).kl:  # trainers make the reference themselves
+        shared.append([config.run.seed, table.supervised_steps, table.supervised_lr, table.supervised_batch])
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
     queue = table.queue or 4 * table.groups_per_step * config.run.learners
     return GroupRules(
         digest, tokenizer.vocab_size, table.group_size, table.max_prompt_tokens, table.max_tokens, table.max_staleness,
-        queue,
+        queue, inline=table.reward == "inline",
     )  # fmt: skip
 
 

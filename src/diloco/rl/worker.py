@@ -50,8 +50,8 @@ HEARTBEAT_S = 2.0
 POLL_S = 0.5
 """Between two messages while the worker has fewer leases than it wants."""
 
-ANSWER_S = 3.0
-"""For the answer to a message; the next one repeats all of it."""
+ANSWER_S, RECORD_S = 3.0, 15.0
+"""For the answer to a message, and to one with scores, which waits for a record; the next one repeats all of it."""
 
 UPLOAD_S, UPLOAD_BYTES = 60.0, 1 << 20
 """For the answer to a call with groups, and the size of one with several of them."""
@@ -201,6 +201,15 @@ class WorkClient:
             taken = [] if self.closing.is_set() else self._fresh[:most]
             del self._fresh[: len(taken)]
             return [self._leases[number] for number in taken]
+
+    def hold(self, num: int) -> None:
+        """From now on, hold up to so many prompts or groups; with 0, what is not being sent is given back."""
+        with self._changed:
+            self.num_ahead = num
+            if not num:
+                self._leases = {number: place for number, place in self._leases.items() if number in self._sending}
+                self._fresh.clear()
+            self._changed.notify_all()
 
     def score(self, score: Score) -> None:
         """The worker is done with a prompt or group: its rewards, or why it cannot be used (cut to `MAX_REASON`)."""
@@ -353,7 +362,8 @@ class WorkClient:
                     digest=self._digest, holds=holds, wants=wants,
                     scores=[pb.GroupScore(**vars(score)) for score in self._scores.values()],
                 )  # fmt: skip
-            return request, syncer.call("work", "Work", request, pb.WorkReply, timeout_s=ANSWER_S)
+            timeout_s = RECORD_S if request.scores else ANSWER_S
+            return request, syncer.call("work", "Work", request, pb.WorkReply, timeout_s=timeout_s)
 
         request, reply = self._source.answer(ask)
         places, held, num_new = {place.number: place for place in reply.groups}, set(request.holds), 0

@@ -157,7 +157,7 @@ class LeaseRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., process: _Optional[int] = ..., groups: _Optional[_Union[GroupRules, _Mapping]] = ...) -> None: ...
 
 class GroupRules(_message.Message):
-    __slots__ = ("digest", "vocab_size", "group_size", "max_prompt_tokens", "max_tokens", "max_staleness", "queue")
+    __slots__ = ("digest", "vocab_size", "group_size", "max_prompt_tokens", "max_tokens", "max_staleness", "queue", "inline")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class GroupRules(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    INLINE_FIELD_NUMBER: _ClassVar[int]
     digest: str
     vocab_size: int
     group_size: int
@@ -172,7 +173,8 @@ class GroupRules(_message.Message):
     max_tokens: int
     max_staleness: int
     queue: int
-    def __init__(self, digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., group_size: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_staleness: _Optional[int] = ..., queue: _Optional[int] = ...) -> None: ...
+    inline: bool
+    def __init__(self, digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., group_size: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_staleness: _Optional[int] = ..., queue: _Optional[int] = ..., inline: _Optional[bool] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("units", "claimed", "repeat")
