@@ -293,10 +293,7 @@ class RlTable(Table):
     reward: Literal["workers", "inline"] = "workers"  # inline: rollout workers score what they generate
     score_timeout_s: float = Field(default=10.0, gt=0)  # of one group
     score_memory_mb: int = Field(default=2048, ge=64)
-    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # gives the defaults of clip_low, clip_high, kl and scale
-    clip_low: float | None = Field(default=None, gt=0)
-    clip_high: float | None = Field(default=None, gt=0)
-    delta: float = Field(default=4.0, ge=0)  # the largest ratio for negative advantages; 0: none
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # what it is a mean over; gives the defaults of kl and scale
     kl: float | None = Field(default=None, ge=0)  # weight of the divergence from the run's first model
     scale: Literal["group", "none"] | None = None  # group: divide advantages by the standard deviation of the group
     importance_cap: float = Field(default=2.0, ge=0)  # of trainer's over rollout's probability; 0: no correction

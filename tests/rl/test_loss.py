@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError, LayoutError
-from diloco.rl.loss import PRESETS, Loss, LossParts, advantages, has_signal, policy_loss, token_log_probs
+from diloco.rl.loss import PRESETS, Loss, advantages, policy_loss, token_log_probs
 
 N, T, MAX_TOKENS = 6, 9, 12
 PLAIN = Loss(delta=None, importance_cap=None)
@@ -37,13 +37,13 @@ def batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def ours(settings: Loss, data: dict[str, Tensor], **counts: float) -> tuple[Tensor, Tensor, LossParts]:
-    """The loss, its gradient, its measures."""
+def ours(settings: Loss, data: dict[str, Tensor], **counts: float) -> tuple[Tensor, Tensor]:
+    """The loss and its gradient."""
     log_probs = data["log_probs"].detach().requires_grad_()
-    loss, parts = policy_loss(**{**data, "log_probs": log_probs}, settings=settings, max_tokens=MAX_TOKENS, **counts)
+    loss = policy_loss(**{**data, "log_probs": log_probs}, settings=settings, max_tokens=MAX_TOKENS, **counts)
     loss.backward()
     assert log_probs.grad is not None
-    return loss.detach(), log_probs.grad, parts
+    return loss.detach(), log_probs.grad
 
 
 def trl(settings: Loss, data: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
@@ -77,26 +77,19 @@ def trl(settings: Loss, data: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[s
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_loss_gradient_and_measures_are_those_of_trl(preset: str, dtype: torch.dtype) -> None:
+def test_loss_and_gradient_are_those_of_trl(preset: str, dtype: torch.dtype) -> None:
     data = batch(dtype)
     for delta in (None, 4.0, 1.5):
         for kl in (0.0, 0.04):
             for cap in (None, 2.0):
                 settings = replace(PRESETS[preset], delta=delta, kl=kl, importance_cap=cap)
-                (loss, gradient, parts), (expected, expected_gradient, metrics) = (
-                    ours(settings, data),
-                    trl(settings, data),
-                )
+                loss, gradient = ours(settings, data)
+                expected, expected_gradient, metrics = trl(settings, data)
                 close = {"rtol": 0, "atol": 1e-13 if dtype == torch.float64 else 1e-6}  # rounding of other orders
                 torch.testing.assert_close(loss, expected, **close)
                 torch.testing.assert_close(gradient, expected_gradient, **close)
-                assert parts.clip_low.item() == pytest.approx(metrics["clip_ratio/low_mean"][0], rel=1e-6)
-                assert parts.clip_high.item() == pytest.approx(metrics["clip_ratio/high_mean"][0], rel=1e-6)
-                assert parts.clip_low > 0  # the arrays reach both limits
-                assert parts.clip_high > 0
-                if kl:
-                    assert parts.kl is not None
-                    assert parts.kl.item() == pytest.approx(metrics["kl"][0], rel=1e-5)
+                assert metrics["clip_ratio/low_mean"][0] > 0  # the arrays reach both limits
+                assert metrics["clip_ratio/high_mean"][0] > 0
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -120,15 +113,12 @@ def test_advantages_are_those_of_trl(scale: Any) -> None:
     torch.testing.assert_close(advantages(rewards, scale), names["advantages"].view(3, 4), rtol=1e-6, atol=1e-7)
 
 
-def test_advantages_by_hand_and_groups_without_signal() -> None:
+def test_advantages_by_hand() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]])
     scaled = 0.5 / (math.sqrt(1 / 3) + 1e-4)  # σ² = 4·0.25/3
     expected = torch.tensor([[scaled, -scaled, -scaled, scaled], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(advantages(rewards, "group"), expected)
     torch.testing.assert_close(advantages(rewards, "none")[0], torch.tensor([0.5, -0.5, -0.5, 0.5]), rtol=0, atol=0)
-    assert has_signal(rewards).tolist() == [True, False]
-    assert has_signal(rewards[0]).item() is True
-    assert has_signal(torch.tensor([[[1.0, 1.0 + 2**-23]]])).tolist() == [[True]]
 
 
 def test_golden_case_by_hand() -> None:
@@ -150,20 +140,17 @@ def test_golden_case_by_hand() -> None:
         "constant": (first + second) / (2 * MAX_TOKENS),
     }
     for normalise, value in expected.items():
-        loss, gradient, parts = ours(Loss(normalise, kl=0.1), data)
+        loss, gradient = ours(Loss(normalise, kl=0.1), data)
         assert loss.item() == pytest.approx(value, rel=1e-12)
     # 0 where clipped; −w·r·A + β·(1 − π_ref/π) elsewhere
     per_token = torch.tensor([[0, -1 - 0.1, -1], [0, 0, 0]], dtype=torch.float64)
     torch.testing.assert_close(gradient, per_token / (2 * MAX_TOKENS), rtol=1e-12, atol=1e-15)
-    measured = {name: getattr(parts, name).item() for name in ("clip_low", "clip_high", "ratio", "kl", "truncated")}
-    by_hand = {"clip_low": 1 / 5, "clip_high": 1 / 5, "ratio": 8.5 / 5, "kl": k / 5, "truncated": 1 / 5}
-    assert measured == pytest.approx(by_hand, rel=1e-12)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_micro_batches_add_up_to_their_batch(preset: str) -> None:
     data, settings = batch(), replace(PRESETS[preset], kl=0.04)
-    loss, gradient, parts = ours(settings, data)
+    loss, gradient = ours(settings, data)
     counts = {"num_tokens": int(data["mask"].sum()), "num_sequences": N}
     pieces = [
         ours(settings, {name: each[part] for name, each in data.items()}, **counts)
@@ -172,18 +159,15 @@ def test_micro_batches_add_up_to_their_batch(preset: str) -> None:
     exact = {"rtol": 1e-14, "atol": 1e-16}  # sums in another order
     torch.testing.assert_close(sum(piece[0] for piece in pieces), loss, **exact)
     torch.testing.assert_close(torch.cat([piece[1] for piece in pieces]), gradient, **exact)
-    for name in ("clip_low", "clip_high", "ratio", "kl", "truncated"):
-        torch.testing.assert_close(sum(getattr(piece[2], name) for piece in pieces), getattr(parts, name), **exact)
 
 
 def test_on_policy_it_is_the_plain_policy_gradient() -> None:
     data = batch()
     data["old"] = data["log_probs"]  # also as the same tensor
-    loss, gradient, parts = ours(PLAIN, data)
+    loss, gradient = ours(PLAIN, data)
     count = data["mask"].sum()
     torch.testing.assert_close(gradient, -data["advantages"][:, None] * data["mask"] / count, rtol=1e-14, atol=0)
-    assert (parts.ratio, parts.clip_low, parts.clip_high) == (1, 0, 0)
-    direct, _ = policy_loss(**data, settings=PLAIN)  # gradient with `old` still attached
+    direct = policy_loss(**data, settings=PLAIN)  # gradient with `old` still attached
     direct.backward()
     torch.testing.assert_close(data["log_probs"].grad, gradient, rtol=0, atol=0)
     torch.testing.assert_close(direct.detach(), loss, rtol=0, atol=0)
@@ -193,18 +177,17 @@ def test_on_policy_it_is_the_plain_policy_gradient() -> None:
 def test_equal_rewards_give_no_gradient(scale: Any) -> None:
     data = batch()
     data["advantages"] = advantages(torch.full((2, 3), 0.7, dtype=torch.float64), scale).flatten()
-    loss, gradient, _ = ours(Loss(), data)
+    loss, gradient = ours(Loss(), data)
     assert loss == 0
     assert not gradient.any()
 
 
 def test_wide_limits_leave_the_ratio_as_it_is() -> None:
     data = batch()
-    loss, _, parts = ours(UNCLIPPED, data)
+    loss, _ = ours(UNCLIPPED, data)
     ratio = (data["log_probs"] - data["old"]).exp() * data["mask"]
     expected = -(ratio * data["advantages"][:, None]).sum() / data["mask"].sum()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=0)
-    assert (parts.clip_low, parts.clip_high) == (0, 0)
     capped = ours(replace(UNCLIPPED, importance_cap=1e9), data)[0]  # uncapped weights: π / π_rollout in all
     ratio = (data["log_probs"] - data["rollout"]).exp() * data["mask"]
     expected = -(ratio * data["advantages"][:, None]).sum() / data["mask"].sum()
@@ -213,13 +196,10 @@ def test_wide_limits_leave_the_ratio_as_it_is() -> None:
 
 def test_without_kl_or_cap_the_reference_or_the_rollout_changes_nothing() -> None:
     data = batch()
-    loss, gradient, parts = ours(PLAIN, data)
-    alone, alone_gradient, without = ours(PLAIN, data | {"reference": None, "rollout": None})
+    loss, gradient = ours(PLAIN, data)
+    alone, alone_gradient = ours(PLAIN, data | {"reference": None, "rollout": None})
     assert torch.equal(loss, alone)
     assert torch.equal(gradient, alone_gradient)
-    assert parts.kl is not None
-    assert parts.kl > 0
-    assert parts.truncated is without.kl is without.truncated is None
     same = ours(replace(PLAIN, kl=0.5), data | {"reference": data["log_probs"].detach()})
     assert torch.equal(same[0], loss)
     assert torch.equal(same[1], gradient)
@@ -232,8 +212,8 @@ def test_padding_may_hold_anything_and_sequences_may_be_empty() -> None:
     padding = data["mask"] == 0
     for name, junk in {"log_probs": math.inf, "old": math.nan, "rollout": -math.inf, "reference": math.nan}.items():
         data[name] = data[name].detach().masked_fill(padding, junk)
-    for preset, (loss, gradient, _) in expected.items():
-        again, gradient_again, _ = ours(replace(PRESETS[preset], kl=0.04), data | {"mask": ~padding})
+    for preset, (loss, gradient) in expected.items():
+        again, gradient_again = ours(replace(PRESETS[preset], kl=0.04), data | {"mask": ~padding})
         assert torch.equal(again, loss)
         assert torch.equal(gradient_again, gradient)
         assert not gradient[padding].any()
@@ -247,7 +227,7 @@ def test_a_ratio_that_overflows_has_a_finite_gradient() -> None:
     old = torch.tensor([[-200.0], [-200.0]])
     data = {"old": old, "rollout": old - 200, "reference": None, "mask": torch.ones(2, 1)}
     data |= {"log_probs": old + 199, "advantages": torch.tensor([1.0, -1.0])}
-    loss, gradient, _ = ours(Loss(), data)
+    loss, gradient = ours(Loss(), data)
     assert loss.item() == pytest.approx((-2 * 1.28 + 2 * 4) / 2)
     assert not gradient.any()
 

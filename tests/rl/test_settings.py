@@ -44,8 +44,8 @@ def test_workers_share_what_groups_depend_on_and_nothing_else() -> None:
 def test_a_loss_is_that_of_its_name_but_for_keys_of_its_own(name: str) -> None:
     table = RlTable.model_validate({"loss": name})
     assert loss_of(table) == PRESETS[name]
-    own = RlTable.model_validate({"loss": name, "kl": 0.5, "delta": 0, "importance_cap": 0})
-    assert loss_of(own) == replace(PRESETS[name], kl=0.5, delta=None, importance_cap=None)
+    own = RlTable.model_validate({"loss": name, "kl": 0.5, "importance_cap": 0})
+    assert loss_of(own) == replace(PRESETS[name], kl=0.5, importance_cap=None)
 
 
 @pytest.mark.parametrize(

@@ -353,10 +353,11 @@ def test_all_roles_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_loop_of_the_page_trains_on_groups_of_workers(tmp_path: Path) -> None:
     [loop] = [each.text for each in blocks_of(PAGE.read_text(), "docs/rl.md") if each.text.startswith("import sys")]
-    with (
-        served(tmp_path, {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4"}, steps=4) as run,
-        Workers() as workers,
-    ):
+    change = {
+        "tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4",
+        "group_size = 4": 'group_size = 4\nloss = "dr_grpo"',  # it needs max_tokens
+    }
+    with served(tmp_path, change, steps=4) as run, Workers() as workers:
         workers.start(run_rollout, run.config(), "paris")
         workers.start(run_reward, run.config(), "rome")
         command = [sys.executable, "-c", loop, str(run.path), "own-loop"]

@@ -105,6 +105,8 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
         (MINIMAL + "[task.sums]\nsorce = 'x'\n", 'unknown key "task.sums.sorce"; did you mean "source"?'),
         (MINIMAL + "[task.source]\nsorce = 'x'\n", 'unknown key "task.source.sorce"; did you mean "source"?'),
+        (MINIMAL + "[rl]\nclip_high = 0.3\n", 'unknown key "rl.clip_high"'),
+        (MINIMAL + "[rl]\ndelta = 4.0\n", 'unknown key "rl.delta"'),
         (MINIMAL + "[syncer]\ntoken_file = 'x'\n", 'unknown key "syncer.token_file"'),
         (MINIMAL + "[syncer]\nstore = ''\n", 'syncer.store = "": string should have at least 1 character'),
         (MINIMAL + "[heal]\n", 'run.toml: unknown key "heal"; known are checkpoint, data'),

@@ -120,7 +120,7 @@ def batches(learner: Learner, config: RunConfig) -> Generator[Batch, None, None]
         >>> for batch in diloco.rl.batches(learner, config):
         ...     logits = model(input_ids=batch.tokens[:, :-1]).logits
         ...     log_probs = token_log_probs(logits, batch.tokens[:, 1:], config.rl.temperature)
-        ...     loss, _ = policy_loss(
+        ...     loss = policy_loss(
         ...         log_probs, log_probs, batch.rollout_log_probs, None, batch.advantages, batch.mask, Loss()
         ...     )
         ...     loss.backward(); optimizer.step(); optimizer.zero_grad()

@@ -40,7 +40,7 @@ class Loss(Choice):
 
     Arguments:
         normalise: "tokens" (DAPO), "sequences" (DeepSeekMath) or "constant" (Dr. GRPO): what the loss is a mean over.
-        clip_low: ε_low.
+        clip_low: ε_low. In the first step on a batch r = 1; this limit and the next two act in later ones only.
         clip_high: ε_high (DAPO: 0.28).
         delta: δ, the ratio's limit where the advantage is negative; None: unlimited, as in PPO.
         kl: β, weight of the divergence from the reference model.
@@ -77,25 +77,6 @@ PRESETS = {
 which the three papers do not have, keep their defaults: rollouts of other places are always some versions old."""
 
 
-@dataclass(frozen=True, eq=False)
-class LossParts:
-    """Measures of a batch: detached scalars, means over its tokens.
-
-    Arguments:
-        clip_low: fraction of tokens with r < 1 − ε_low and a negative advantage, which have no policy gradient.
-        clip_high: fraction of tokens with r > 1 + ε_high and a positive advantage, which have none either.
-        ratio: mean of r, without clip.
-        kl: mean of k; None without a reference.
-        truncated: fraction of tokens whose importance weight was cut to its cap; None without importance weights.
-    """
-
-    clip_low: Tensor
-    clip_high: Tensor
-    ratio: Tensor
-    kl: Tensor | None
-    truncated: Tensor | None
-
-
 def advantages(rewards: Tensor, scale: Literal["group", "none"]) -> Tensor:
     """Rewards [B, G] of B groups, relative to their group's mean; fp32 [B, G] from fp32.
 
@@ -110,27 +91,21 @@ def advantages(rewards: Tensor, scale: Literal["group", "none"]) -> Tensor:
     return centred / (rewards.std(1, keepdim=True) + 1e-4) if scale == "group" else centred
 
 
-def has_signal(rewards: Tensor) -> Tensor:
-    """Whether the rewards [..., G] of a group differ, bool [...]. Other groups have no advantage, and DAPO's dynamic
-    sampling (section 3.2) leaves them out."""
-    return (rewards != rewards[..., :1]).any(-1)
-
-
 def policy_loss(
     log_probs: Tensor, old: Tensor, rollout: Tensor | None, reference: Tensor | None, advantages: Tensor, mask: Tensor,
     settings: Loss, *, num_tokens: float | None = None, num_sequences: float | None = None,
     max_tokens: int | None = None,
-) -> tuple[Tensor, LossParts]:  # fmt: skip
-    """The loss of N sequences, a scalar to minimise, and its measures.
+) -> Tensor:  # fmt: skip
+    """The loss of N sequences, a scalar to minimise.
 
-    With `num_tokens` and `num_sequences` of a whole batch, the losses and measures of its micro-batches add up to those
-    of the batch, whatever `settings.normalise`.
+    With `num_tokens` and `num_sequences` of a whole batch, the losses of its micro-batches add up to that of the batch,
+    whatever `settings.normalise`.
 
     Arguments:
         log_probs: ln π of each token, fp32 [N, T]; the only argument that gets a gradient.
         old: ln π_old [N, T]; for the first optimizer step on a batch, `log_probs` itself.
         rollout: ln π_rollout [N, T], needed for importance weights.
-        reference: ln π_ref [N, T], needed for β > 0; with β = 0 its divergence is only measured.
+        reference: ln π_ref [N, T], needed for β > 0.
         advantages: A of each sequence [N].
         mask: 1 or True at the tokens that count [N, T]; other positions may hold anything.
         num_tokens: number of tokens that count, instead of those of `mask`. Where ranks average their gradients: the
@@ -152,39 +127,26 @@ def policy_loss(
     def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
         return (numerator - denominator).masked_fill(~mask, 0.0)
 
-    def mean(values: Tensor) -> Tensor:
-        return (values.detach() * mask).sum(dtype=log_probs.dtype) / tokens
-
     log_r = log_ratio(log_probs, old)
     low, high = math.log1p(-settings.clip_low), math.log1p(settings.clip_high)
     delta = math.inf if settings.delta is None else math.log(settings.delta)
     # Clipped before exp: a ratio that overflows would turn its zero gradient into NaN.
     clipped = torch.where(advantages < 0, log_r.clamp(low, delta), log_r.clamp(max=high)).exp()
     token_loss = -clipped * advantages
-    truncated = kl = None
     if settings.importance_cap is not None and rollout is not None:
-        log_w, log_cap = log_ratio(old, rollout.detach()), math.log(settings.importance_cap)
-        token_loss = token_loss * log_w.clamp(max=log_cap).exp()
-        truncated = mean(log_w > log_cap)
-    if reference is not None:
+        log_w = log_ratio(old, rollout.detach())
+        token_loss = token_loss * log_w.clamp(max=math.log(settings.importance_cap)).exp()
+    if settings.kl and reference is not None:
         log_x = log_ratio(reference.detach(), log_probs)
-        k3 = torch.expm1(log_x) - log_x
-        kl = mean(k3)
-        if settings.kl:
-            token_loss = token_loss + settings.kl * k3
+        token_loss = token_loss + settings.kl * (torch.expm1(log_x) - log_x)
     token_loss = token_loss * mask
 
     if settings.normalise == "tokens":
-        loss = token_loss.sum() / tokens
-    elif settings.normalise == "sequences":
-        loss = (token_loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / sequences
-    else:
-        assert max_tokens is not None
-        loss = token_loss.sum() / (sequences * max_tokens)
-    return loss, LossParts(
-        clip_low=mean((log_r < low) & (advantages < 0)), clip_high=mean((log_r > high) & (advantages > 0)),
-        ratio=mean(log_r.exp()), kl=kl, truncated=truncated,
-    )  # fmt: skip
+        return token_loss.sum() / tokens
+    if settings.normalise == "sequences":
+        return (token_loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / sequences
+    assert max_tokens is not None
+    return token_loss.sum() / (sequences * max_tokens)
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

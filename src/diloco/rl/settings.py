@@ -57,7 +57,5 @@ def data_of(rules: GroupRules) -> DataSet:
 
 def loss_of(table: RlTable) -> Loss:
     """The loss of a run file: that of `rl.loss`, with the values of other keys in place of its own."""
-    own = {key: value for key in ("clip_low", "clip_high", "kl", "scale") if (value := getattr(table, key)) is not None}
-    return replace(
-        PRESETS[table.loss], delta=table.delta or None, importance_cap=table.importance_cap or None, **own
-    )  # fmt: skip
+    own = {key: value for key in ("kl", "scale") if (value := getattr(table, key)) is not None}
+    return replace(PRESETS[table.loss], importance_cap=table.importance_cap or None, **own)

@@ -218,7 +218,7 @@ class Policy:
         table, log_probs = self._table, self._log_probs(self.model, part)
         with torch.no_grad():
             reference = None if self.reference is None else self._log_probs(self.reference, part)
-        loss, _ = policy_loss(
+        loss = policy_loss(
             log_probs, log_probs, part.rollout_log_probs, reference, part.advantages, part.mask, self._loss,
             num_tokens=batch.num_tokens, num_sequences=len(batch.tokens), max_tokens=table.max_tokens,
         )  # fmt: skip
