@@ -30,7 +30,7 @@ from diloco.config import TaskTable
 from diloco.errors import ConfigError, ScoringError, first_line
 from diloco.escaping import MAX_REASON, printable
 from diloco.protocol.groups import MAX_REWARD
-from diloco.rl.tasks import Task, Tasks, task_of
+from diloco.rl.tasks import Tasks, task_of
 from diloco.tables import nearest
 
 START_TIMEOUT_S = 300.0
@@ -113,9 +113,9 @@ class Scorer:
             "path": sys.path, "tasks": {name: each.model_dump(mode="json") for name, each in self._settings.items()},
             "memory_bytes": self._memory_bytes,
         }  # fmt: skip
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
         try:
-            self._socket, theirs = socket.socketpair()
-            self._replies = self._socket.makefile("rb")
             with theirs:
                 self._watchdog = subprocess.Popen(
                     [sys.executable, "-m", "diloco.rl.scoring", str(theirs.fileno())],
@@ -124,6 +124,8 @@ class Scorer:
                 )  # fmt: skip
             answer = self._ask(first, "loading the tasks", START_TIMEOUT_S)
         except (ScoringError, OSError) as error:
+            self._replies.close()
+            self._socket.close()
             raise ConfigError(
                 "the process of the tasks could not be started, ended by an exit or a crash, or took more than "
                 f"{START_TIMEOUT_S:g} s to load them; correct the tasks, or free memory"
@@ -207,10 +209,8 @@ def _work(fd: int) -> None:
     with suppress(EOFError, OSError):  # closed; for a forked copy, no socket
         while True:
             request = _receive(requests)
-            if "numbers" in request:
-                _send(connection, _prompts(tasks, request["numbers"]))
-            else:
-                _send(connection, _scores(tasks.tasks[request["task"]], request["prompt"], request["completions"]))
+            answer = _prompts(tasks, **request) if "numbers" in request else _scores(tasks, **request)
+            _send(connection, answer)
 
 
 def _prompts(tasks: Tasks, numbers: Sequence[int]) -> dict[str, Any]:
@@ -222,11 +222,11 @@ def _prompts(tasks: Tasks, numbers: Sequence[int]) -> dict[str, Any]:
         return {"error": printable(str(error), MAX_REASON)}
 
 
-def _scores(task: Task, prompt: Mapping[str, Any], completions: Sequence[str]) -> dict[str, Any]:
+def _scores(tasks: Tasks, task: str, prompt: Mapping[str, Any], completions: Sequence[str]) -> dict[str, Any]:
     scores = []
     for number, completion in enumerate(completions, 1):
         try:
-            score: Any = task.score(prompt, completion)
+            score: Any = tasks.tasks[task].score(prompt, completion)
             if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
                 wrong = f"is not a finite number up to {MAX_REWARD:g}"
                 return {"error": f"returned {printable(repr(score), MAX_REASON)}, which {wrong}"}
