@@ -75,7 +75,7 @@ class PayloadError(DilocoError):
 
 
 class ScoringError(PayloadError):
-    """A task gave no score for a completion."""
+    """A task gave no prompt, or no score for a completion."""
 
 
 class NonFiniteError(PayloadError):

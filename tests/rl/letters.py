@@ -1,5 +1,6 @@
 """Tasks for tests of workers; light to import, since each scorer does."""
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,3 +25,12 @@ class Faulty(Letters):
 
     def score(self, prompt: Mapping[str, Any], completion: str) -> float:
         return float("nan") if prompt["seed"] % 8 == 2 else super().score(prompt, completion)
+
+
+class Hanging(Letters):
+    """Of the first hundred prompts, the sample of number 2 hangs."""
+
+    def sample(self, seed: int) -> str:
+        if seed % 64 == 33:
+            signal.pause()
+        return super().sample(seed)

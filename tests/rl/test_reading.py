@@ -12,7 +12,6 @@ from diloco.exchange.wire.groups import CompletionGroup, hash_of
 from diloco.rl.reading import GAP_BYTES, Groups, read_span, spans
 from diloco.rl.reward import Rewarder
 from diloco.rl.settings import rules_of, tokenizer_of
-from diloco.rl.tasks import Tasks
 from diloco.rl.worker import make_scorer
 
 CONFIG = config_of()
@@ -75,8 +74,17 @@ def test_a_reward_worker_reports_groups_of_an_object_that_is_not_whole(error: St
     groups: Future[Groups] = Future()
     groups.set_result(read_span(places, get, RULES))
     with make_scorer(CONFIG) as scorer:
-        rewarder = Rewarder(Tasks(CONFIG.task), tokenizer_of(CONFIG), RULES, scorer)
+        rewarder = Rewarder(tokenizer_of(CONFIG), scorer)
         assert [rewarder.score(number, groups).reason for number in range(2)] == [str(error)] * 2
+
+
+def test_a_reward_worker_refuses_a_group_whose_prompt_cannot_be_sampled() -> None:
+    groups: Future[Groups] = Future()
+    groups.set_result({number: group_of(number, (0,), "w", CONFIG) for number in (10, 11)})
+    with make_scorer(config_of('task.letters.source="tests.rl.letters:Faulty"')) as scorer:
+        rewarder = Rewarder(tokenizer_of(CONFIG), scorer)
+        assert "raised an error (no sample); correct" in rewarder.score(11, groups).reason
+        assert rewarder.score(10, groups).reason == "its prompt is not the task's."
 
 
 def test_other_errors_of_a_read_are_raised() -> None:

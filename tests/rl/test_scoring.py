@@ -13,14 +13,16 @@ import psutil
 import pytest
 from benchmarks.processes import until
 from tests.rl.test_tasks import classifier
+from tests.rl.toy import config_of
 
 from diloco.config import TaskTable
 from diloco.errors import ConfigError, ScoringError
 from diloco.rl.scoring import Scorer
-from diloco.rl.tasks import Task
+from diloco.rl.tasks import Task, Tasks
+from diloco.rl.worker import make_scorer
 
 TRIALS = r"""
-import ctypes, fractions, os, re, signal, sys
+import ctypes, fractions, os, re, signal, sys, types
 
 kept = []
 
@@ -62,6 +64,31 @@ DOES = {
 
 def score(prompt, completion):
     return DOES[completion]()
+
+class Sampling:
+    def __init__(self, does):
+        self.does = does
+
+    def sample(self, seed):
+        return {"prompt": "prompt", "value": DOES[self.does]()}
+
+    score = None.__ne__
+
+SAMPLING = types.SimpleNamespace(**{name: Sampling(name) for name in DOES})
+"""
+
+LOADS_ONCE = """
+import os, pathlib
+
+if (loaded := pathlib.Path(__file__).with_suffix(".loaded")).exists():
+    os._exit(1)
+loaded.touch()
+
+def sample(seed):
+    return "prompt"
+
+def score(prompt, completion):
+    return 1.0
 """
 
 PROMPT = {"prompt": "prompt", "seed": 0}
@@ -142,6 +169,44 @@ def test_what_is_no_score_is_one_sentence_and_the_next_call_works(scorer: Scorer
     assert scorer.score("trials", PROMPT, ["good"]) == [1.5]
 
 
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        ("raises", r"^task\.other: the sample of seed \d+ raised an error \(bad \\x1b digit\); correct the task"),
+        ("exits", r"^task\.other: the sample of seed \d+ raised an error \(0\); correct"),
+        ("nan", r"^task\.other: the sample of seed \d+ is not JSON"),
+        ("ends", r'^prompt 3 of task "other" ended its process by an exit, a crash or more than 2147483648 bytes'),
+        ("memory", r'^prompt 3 of task "other" ended its process'),
+        ("loops", r'^prompt 3 of task "other" took more than 3 s; correct it or raise the limit'),
+    ],
+)
+def test_a_prompt_that_cannot_be_sampled_is_one_sentence_and_the_next_call_works(
+    settings: dict[str, TaskTable], does: str, message: str
+) -> None:
+    good, other = TaskTable(source="trials:SAMPLING.good"), TaskTable(source=f"trials:SAMPLING.{does}")
+    with Scorer({"other": other, "good": good}, timeout_s=3.0 if "took" in message else 120.0) as scorer:
+        with pytest.raises(ScoringError, match=message) as caught:
+            scorer.prompts([3])
+        assert str(caught.value).isprintable()
+        with pytest.raises(ScoringError, match='task."?other'):
+            scorer.prompts([4, 3])
+        assert scorer.prompts([4, 2]) == [("good", Task("good", good).prompt(number)) for number in (2, 1)]
+
+
+def test_prompts_are_those_of_the_tasks(settings: dict[str, TaskTable]) -> None:
+    settings = {"sums": TaskTable(source="reasoning-gym:chain_sum", held_out=0.5), **settings}
+    with Scorer(settings, timeout_s=120.0) as scorer:
+        assert scorer.prompts(range(20)) == [Tasks(settings).prompt(number) for number in range(20)]
+
+
+def test_prompts_are_sampled_without_the_reward_model(tmp_path: Path) -> None:
+    config = config_of(f'task.letters.reward_model="{tmp_path}"')
+    with make_scorer(config, scores=False) as scorer:
+        assert scorer.prompts([0]) == [Tasks(config.task).prompt(0)]
+    with pytest.raises(ConfigError, match="cannot be loaded"), make_scorer(config):
+        pass
+
+
 @pytest.mark.parametrize("does", ["loops", "backtracks", "waits", "forks and hangs"])
 def test_a_task_that_hangs_is_killed_with_the_processes_that_it_started(
     settings: dict[str, TaskTable], does: str
@@ -199,6 +264,22 @@ scorer.score("trials", {PROMPT}, [{does!r}])
     process.send_signal(signal.SIGKILL)
     process.communicate()
     until(lambda: all(map(has_ended, started)), "all processes of the child end")
+
+
+def test_a_child_that_cannot_be_started_again_is_no_fault_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loads_once.py").write_text(LOADS_ONCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Scorer({"once": TaskTable(source="loads_once")}, timeout_s=120.0) as scorer:
+        assert scorer.score("once", PROMPT, [""]) == [1.0]
+        scorer.close()
+        for call in (lambda: scorer.score("once", PROMPT, [""]), lambda: scorer.prompts([0])):
+            with pytest.raises(ConfigError, match="the process of the tasks could not be started, .* free memory"):
+                call()
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+        with pytest.raises(ConfigError, match="could not be started"):
+            scorer.prompts([0])
 
 
 def test_close_ends_the_child_and_the_next_call_starts_another(settings: dict[str, TaskTable]) -> None:

@@ -7,21 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import torch
 
 from diloco.config import RunConfig
 from diloco.errors import ConfigError, DilocoError, PayloadError, StoppedError
 from diloco.following.sources import LANES
-from diloco.protocol.leases import GroupRules
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.workers import Score
 from diloco.rl.reading import Groups, read_span, spans
 from diloco.rl.rollout import IDLE_S
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import rules_of, table_of, tokenizer_of
-from diloco.rl.tasks import Tasks
 from diloco.rl.tokenizer import Tokenizer
 from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer
 from diloco.store.reading import NOT_WHOLE
@@ -50,7 +47,7 @@ def run_reward(
         readers = opened.enter_context(ThreadPoolExecutor(LANES, thread_name_prefix="diloco-reads"))
         client = opened.enter_context(WorkClient(config, "reward", name, rules.digest, FEWEST))
         stop.interrupt_with(lambda _: client.close())
-        rewarder = Rewarder(Tasks(config.task), tokenizer, rules, scorer)
+        rewarder = Rewarder(tokenizer, scorer)
         pending, mean_s = deque[tuple[int, Future[Groups]]](), AHEAD_S / FEWEST
         with suppress(StoppedError):
             while not client.closing.is_set():
@@ -73,8 +70,8 @@ def run_reward(
 class Rewarder:
     """Scores groups, each as completions of the prompt that its number has in the tasks of the run."""
 
-    def __init__(self, tasks: Tasks, tokenizer: Tokenizer, rules: GroupRules, scorer: Scorer) -> None:
-        self._tasks, self._tokenizer, self._rules, self._scorer = tasks, tokenizer, rules, scorer
+    def __init__(self, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self._tokenizer, self._scorer = tokenizer, scorer
 
     def score(self, number: int, groups: Future[Groups]) -> Score:
         """The score of a group, one of those that were read, or why it has none.
@@ -86,7 +83,7 @@ class Rewarder:
             made = groups.result()[number]
             if isinstance(made, DilocoError):
                 raise made
-            task, prompt = self._prompt(number)
+            [(task, prompt)] = self._scorer.prompts([number])
             if (made.number, made.task, made.tokenizer) != (number, task, self._tokenizer.digest):
                 raise PayloadError(f"it is group {made.number} of task {made.task}, or of another tokenizer.")
             if made.prompt.tolist() != self._tokenizer.encode(prompt["prompt"]):
@@ -95,9 +92,3 @@ class Rewarder:
             return Score(number, tuple(self._scorer.score(task, prompt, texts)))
         except (PayloadError, *NOT_WHOLE) as error:  # of an object, the score counts only if it is not settled
             return Score(number, reason=str(error))
-
-    def _prompt(self, number: int) -> tuple[str, dict[str, Any]]:
-        try:
-            return self._tasks.prompt(number)
-        except ConfigError as error:
-            raise PayloadError(str(error)) from error

@@ -24,7 +24,6 @@ from diloco.protocol.workers import Score
 from diloco.rl.engines import Completion, Engine, OpenAIEngine, TransformersEngine, VLLMEngine
 from diloco.rl.scoring import Scorer
 from diloco.rl.settings import rules_of, table_of, tokenizer_of
-from diloco.rl.tasks import Tasks
 from diloco.rl.tokenizer import Tokenizer
 from diloco.rl.worker import Tally, WorkClient, Worked, make_scorer
 from diloco.training.model import build_model
@@ -51,8 +50,9 @@ def run_rollout(
     engine fails, its prompts are given back.
 
     Raises:
-        ConfigError: the run file cannot be used, or the run has other settings. LayoutError: the run has another model.
-        StaleIncarnationError: another process works under this name. AuthError: the keys do not permit it.
+        ConfigError: the run file cannot be used, a task cannot be loaded, or the run has other settings.
+        LayoutError: the run has another model. StaleIncarnationError: another process works under this name. AuthError:
+        the keys do not permit it.
     """
     tokenizer, syncer = tokenizer_of(config), config.syncer
     rules, table = rules_of(config, tokenizer), config.engine or EngineTable()
@@ -61,7 +61,7 @@ def run_rollout(
     newest = _Newest()
     with ExitStack() as opened:
         engine = opened.enter_context(closing(open_engine(config, tokenizer)))
-        scorer = opened.enter_context(make_scorer(config)) if table_of(config).reward == "inline" else None
+        scorer = opened.enter_context(make_scorer(config, scores=table_of(config).reward == "inline"))
         client = opened.enter_context(WorkClient(config, "rollout", name, rules.digest, 0))
         stop.interrupt_with(lambda _: client.close())
         address, run = syncer.address, config.run.name
@@ -128,15 +128,15 @@ class Rollout:
     """Makes groups of prompts.
 
     Arguments:
-        scorer: None: reward workers score the groups.
+        scorer: samples the prompts, and scores the groups if no reward workers do.
         say: as in `Tally`.
     """
 
     def __init__(
-        self, config: RunConfig, name: str, tokenizer: Tokenizer, engine: Engine, scorer: Scorer | None,
+        self, config: RunConfig, name: str, tokenizer: Tokenizer, engine: Engine, scorer: Scorer,
         client: WorkClient, say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._table, self._seed, self._tasks = table_of(config), config.run.seed, Tasks(config.task)
+        self._table, self._seed = table_of(config), config.run.seed
         self._tokenizer, self._engine, self._scorer, self._client = tokenizer, engine, scorer, client
         self._loaded: FollowedModel | None = None
         self.tally = Tally(name, "rollout", say)
@@ -144,7 +144,7 @@ class Rollout:
     def make(self, numbers: Sequence[int], newest: Callable[[], FollowedModel]) -> None:
         """Send the groups of these prompts, or report what is wrong with a prompt. While the engine fails, all prompts
         are given back, and none is held for `ENGINE_PAUSE_S`."""
-        prompts = [prompt for number in numbers if (prompt := self._sampled(number)) is not None]
+        prompts = self._sampled(numbers)
         if not prompts:
             return
         try:
@@ -156,18 +156,25 @@ class Rollout:
             self._client.hold(0)
             self._client.closing.wait(ENGINE_PAUSE_S)
 
-    def _sampled(self, number: int) -> _Prompt | None:
-        """The prompt with this number; None: it cannot be used, which is reported."""
+    def _sampled(self, numbers: Sequence[int]) -> list[_Prompt]:
+        """The prompts with these numbers. Those that cannot be used are reported; the ones without a sample are found
+        one by one."""
         try:
-            task, values = self._tasks.prompt(number)
-        except ConfigError as error:
-            self._cannot(number, str(error))
-            return None
-        tokens, most = self._tokenizer.encode(values["prompt"]), self._table.max_prompt_tokens
-        if not 0 < len(tokens) <= most:
-            self._cannot(number, f"its prompt has {len(tokens)} tokens; rl.max_prompt_tokens = {most}")
-            return None
-        return _Prompt(number, task, values, tokens)
+            found = self._scorer.prompts(numbers)
+        except ScoringError as error:
+            if len(numbers) == 1:
+                self._cannot(numbers[0], str(error))
+                return []
+            going_on = (number for number in numbers if not self._client.closing.is_set())
+            return [prompt for number in going_on for prompt in self._sampled([number])]
+        prompts, most = list[_Prompt](), self._table.max_prompt_tokens
+        for number, (task, values) in zip(numbers, found, strict=True):
+            tokens = self._tokenizer.encode(values["prompt"])
+            if 0 < len(tokens) <= most:
+                prompts.append(_Prompt(number, task, values, tokens))
+            else:
+                self._cannot(number, f"its prompt has {len(tokens)} tokens; rl.max_prompt_tokens = {most}")
+        return prompts
 
     def _cannot(self, number: int, reason: str) -> None:
         score = Score(number, reason=reason)
@@ -197,7 +204,7 @@ class Rollout:
                 self._generate([prompt], model)
             return
         made = (self._made(prompt, its, model, seed) for prompt, its in zip(prompts, found, strict=True))
-        if self._scorer is None:
+        if self._table.reward == "workers":
             self._client.send([group for group in made if group is not None])
             return
         for group in made:  # the next one may take long to score
@@ -208,7 +215,7 @@ class Rollout:
     ) -> pb.MadeGroup | None:  # fmt: skip
         """The group of a prompt; None: it cannot be scored here, which is reported."""
         rewards: list[float] = []
-        if self._scorer is not None:
+        if self._table.reward == "inline":
             texts = [self._tokenizer.decode(each.tokens.tolist()) for each in completions]
             try:
                 rewards = self._scorer.score(prompt.task, prompt.values, texts)

@@ -1,4 +1,4 @@
-"""Scores of completions from a child process, with limits of time and memory.
+"""Prompts, and scores of completions, from a child process with limits of time and memory.
 
 A task may raise, hang, fork, exit or exhaust its memory limit without effect on this process. This is no sandbox: the
 child has the rights, files and network of this process, and a hostile task can use them.
@@ -9,7 +9,7 @@ child has the rights, files and network of this process, and a hostile task can 
 `Scorer.close` closes the pipe, and so does the kernel when this process ends, in whatever way. The watchdog is a
 process, since a thread of the worker does not run while a task holds the interpreter lock (a regular expression does).
 A message is JSON after its length, 4 bytes big-endian. The first request has the tasks; the worker answers it with {},
-later ones with {"scores": [...]}, and either with {"error": reason}.
+later ones with {"prompts": [[task, prompt], ...]} or {"scores": [...]}, and all of them with {"error": reason}.
 """
 
 import json
@@ -30,7 +30,7 @@ from diloco.config import TaskTable
 from diloco.errors import ConfigError, ScoringError, first_line
 from diloco.escaping import MAX_REASON, printable
 from diloco.protocol.groups import MAX_REWARD
-from diloco.rl.tasks import Task, Tasks
+from diloco.rl.tasks import Tasks, task_of
 from diloco.tables import nearest
 
 START_TIMEOUT_S = 300.0
@@ -38,11 +38,12 @@ START_TIMEOUT_S = 300.0
 
 
 class Scorer:
-    """Scores completions in a child process, which is started when it is needed; a context manager for one thread.
+    """Samples prompts and scores completions in a child process, which is started when it is needed; a context manager
+    for one thread.
 
     Arguments:
         settings: of each task, by its name.
-        timeout_s: time limit of one call of `score`.
+        timeout_s: time limit of one call.
         memory_bytes: address space that the worker may use in addition to what it has after loading the tasks.
 
     Raises:
@@ -66,12 +67,27 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """Kill the worker, and the processes of its group. The next call of `score` starts another one."""
+        """Kill the worker, and the processes of its group. The next call starts another one."""
         if self._watchdog is not None:
             self._replies.close()
             self._socket.close()
             self._watchdog.communicate()  # closes the pipe
             self._watchdog = None
+
+    def prompts(self, numbers: Sequence[int]) -> list[tuple[str, dict[str, Any]]]:
+        """The names of tasks, and their prompts, as `Tasks.prompt`.
+
+        Raises:
+            ConfigError: the tasks cannot be loaded.
+            ScoringError: one of these has no prompt, ended its process or exceeded a limit.
+        """
+        if self._watchdog is None:
+            self._start()
+        what = ", ".join(f'prompt {number} of task "{task_of(number, self._settings)}"' for number in numbers)
+        answer = self._ask({"numbers": list(numbers)}, what, self._timeout_s)
+        if "error" in answer:
+            raise ScoringError(answer["error"])
+        return [(task, prompt) for task, prompt in answer["prompts"]]
 
     def score(self, task: str, prompt: Mapping[str, Any], completions: Sequence[str]) -> list[float]:
         """The finite score of each completion of a prompt.
@@ -92,20 +108,28 @@ class Scorer:
         return scores
 
     def _start(self) -> None:
-        """Start the child. Raises ConfigError and ScoringError as `score`."""
-        self._socket, theirs = socket.socketpair()
-        self._replies = self._socket.makefile("rb")
-        with theirs:
-            self._watchdog = subprocess.Popen(
-                [sys.executable, "-m", "diloco.rl.scoring", str(theirs.fileno())],
-                stdin=subprocess.PIPE, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"},  # may be a secret
-            )  # fmt: skip
+        """Start the child. Raises ConfigError: that failed, for which no prompt or group is to blame."""
         first = {
             "path": sys.path, "tasks": {name: each.model_dump(mode="json") for name, each in self._settings.items()},
             "memory_bytes": self._memory_bytes,
         }  # fmt: skip
-        answer = self._ask(first, "loading the tasks", START_TIMEOUT_S)
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
+        try:
+            with theirs:
+                self._watchdog = subprocess.Popen(
+                    [sys.executable, "-m", "diloco.rl.scoring", str(theirs.fileno())],
+                    stdin=subprocess.PIPE, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
+                    env={name: value for name, value in os.environ.items() if name != "DILOCO_KEYS"},  # may be a secret
+                )  # fmt: skip
+            answer = self._ask(first, "loading the tasks", START_TIMEOUT_S)
+        except (ScoringError, OSError) as error:
+            self._replies.close()
+            self._socket.close()
+            raise ConfigError(
+                "the process of the tasks could not be started, ended by an exit or a crash, or took more than "
+                f"{START_TIMEOUT_S:g} s to load them; correct the tasks, or free memory"
+            ) from error
         if "error" in answer:
             self.close()
             raise ConfigError(answer["error"])
@@ -173,8 +197,8 @@ def _work(fd: int) -> None:
     first = _receive(requests)
     sys.path[:] = first["path"]
     try:
-        tasks = Tasks({name: TaskTable(**each) for name, each in first["tasks"].items()}).tasks
-        for task in tasks.values():
+        tasks = Tasks({name: TaskTable(**each) for name, each in first["tasks"].items()})
+        for task in tasks.tasks.values():
             task.load()
     except ConfigError as error:
         return _send(connection, {"error": str(error)})
@@ -185,14 +209,24 @@ def _work(fd: int) -> None:
     with suppress(EOFError, OSError):  # closed; for a forked copy, no socket
         while True:
             request = _receive(requests)
-            _send(connection, _scores(tasks[request["task"]], request["prompt"], request["completions"]))
+            answer = _prompts(tasks, **request) if "numbers" in request else _scores(tasks, **request)
+            _send(connection, answer)
 
 
-def _scores(task: Task, prompt: Mapping[str, Any], completions: Sequence[str]) -> dict[str, Any]:
+def _prompts(tasks: Tasks, numbers: Sequence[int]) -> dict[str, Any]:
+    try:
+        return {"prompts": [tasks.prompt(number) for number in numbers]}
+    except ConfigError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise  # as for a score
+        return {"error": printable(str(error), MAX_REASON)}
+
+
+def _scores(tasks: Tasks, task: str, prompt: Mapping[str, Any], completions: Sequence[str]) -> dict[str, Any]:
     scores = []
     for number, completion in enumerate(completions, 1):
         try:
-            score: Any = task.score(prompt, completion)
+            score: Any = tasks.tasks[task].score(prompt, completion)
             if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
                 wrong = f"is not a finite number up to {MAX_REWARD:g}"
                 return {"error": f"returned {printable(repr(score), MAX_REASON)}, which {wrong}"}

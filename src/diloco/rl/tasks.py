@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -129,10 +129,15 @@ class Tasks:
         self.tasks = {name: Task(name, settings[name]) for name in sorted(settings)}
 
     def prompt(self, number: int, *, held_out: bool = False) -> tuple[str, dict[str, Any]]:
-        """The name of a task, and its prompt: `number` modulo the number of tasks selects the task, and the quotient is
-        the number of its prompt. Raises ConfigError as `Task.prompt`."""
-        name = list(self.tasks)[number % len(self.tasks)]
+        """The name of the task of `task_of`, and its prompt with the quotient of `number` and the number of tasks.
+        Raises ConfigError as `Task.prompt`."""
+        name = task_of(number, self.tasks)
         return name, self.tasks[name].prompt(number // len(self.tasks), held_out=held_out)
+
+
+def task_of(number: int, names: Collection[str]) -> str:
+    """The task of a prompt: `number` modulo the number of tasks selects it, in alphabetical order."""
+    return sorted(names)[number % len(names)]
 
 
 class GymTask:

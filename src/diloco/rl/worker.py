@@ -69,11 +69,13 @@ SAY_S = 5.0
 """Between two lines about a worker's progress."""
 
 
-def make_scorer(config: RunConfig) -> Scorer:
-    """What scores the completions of a run. Raises ConfigError: the run file has no table [rl]."""
-    table = table_of(config)
-    memory_bytes = table.score_memory_mb << 20
-    return Scorer(config.task, timeout_s=table.score_timeout_s, memory_bytes=memory_bytes)
+def make_scorer(config: RunConfig, *, scores: bool = True) -> Scorer:
+    """What samples the prompts of a run, and scores the completions. `scores`: False: it does without reward models.
+    Raises ConfigError: the run file has no table [rl]."""
+    table, tasks = table_of(config), config.task
+    if not scores:
+        tasks = {name: task.model_copy(update={"reward_model": None}) for name, task in tasks.items()}
+    return Scorer(tasks, timeout_s=table.score_timeout_s, memory_bytes=table.score_memory_mb << 20)
 
 
 @dataclass(frozen=True)
