@@ -45,7 +45,7 @@ def command(
         typer.Option(
             "--rl",
             help="Reinforcement learning of sums instead: two trainers, two rollout workers, of which one is killed, "
-            "and a reward worker; six minutes.",
+            "and a reward worker; three minutes.",
         ),
     ] = False,
     as_json: JsonSummary = False,

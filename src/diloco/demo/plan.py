@@ -83,9 +83,9 @@ class RlPlan:
         kill_at_step: the victim is killed then.
     """
 
-    steps: int = 900
-    kill_at_step: int = 300
-    supervised_steps: int = 200
+    steps: int = 500
+    kill_at_step: int = 150
+    supervised_steps: int = 190
     rollouts: int = 2
     syncers: tuple[str, ...] = SYNCERS[:1]
 
@@ -169,7 +169,7 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
 def _rl_tables(directory: Path, plan: RlPlan, seed: int) -> dict[str, dict[str, Any]]:
     """The run file of a demo of reinforcement learning: `examples/rl/run.toml` with one task and nothing held out."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
-    tokens = plan.steps * 2 * 8 * 8 * 4  # an answer has 2 or 3, so that the steps end the run
+    tokens = plan.steps * 2 * 16 * 8 * 4  # an answer has 2 or 3, so that the steps end the run
     return {
         "run": {
             "name": "sums", "dir": str(directory), "seed": seed, "learners": 2, "tokens": tokens, "steps": plan.steps
@@ -181,7 +181,7 @@ def _rl_tables(directory: Path, plan: RlPlan, seed: int) -> dict[str, dict[str, 
         "train": {"threads": 1},
         "engine": {"threads": 1, "prompts": 16},
         "rl": {
-            "group_size": 8, "groups_per_step": 8, "max_prompt_tokens": 24, "max_tokens": 8,
+            "group_size": 8, "groups_per_step": 16, "max_prompt_tokens": 24, "max_tokens": 8,
             "supervised_steps": plan.supervised_steps, "supervised_lr": 4e-3,
         },
         "task": {

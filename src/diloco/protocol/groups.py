@@ -302,9 +302,7 @@ class Groups:
                 f"{weights[:12]} as versions {list(made.versions)}; load them again."
             )
         if made.rewards and not rules.inline:
-            raise PayloadError(
-                f"group {number} has rewards, and reward workers score those of this run; send none."
-            )
+            raise PayloadError(f"group {number} has rewards, and reward workers score those of this run; send none.")
         if made.rewards and not _are_usable(made.rewards, rules):
             raise PayloadError(f"group {number} has rewards {list(made.rewards)}; send {rules.group_size} numbers.")
 
