@@ -40,6 +40,13 @@ def test_workers_share_what_groups_depend_on_and_nothing_else() -> None:
         assert other(change), change
 
 
+def test_with_kl_all_trainers_make_the_same_reference() -> None:
+    config = of("rl.kl=0.1")
+    digest = rules_of(config, tokenizer_of(config)).digest
+    for change in ("run.seed=1", "rl.supervised_steps=0", "rl.supervised_lr=1", "rl.supervised_batch=1"):
+        assert rules_of(of("rl.kl=0.1", change), tokenizer_of(config)).digest != digest, change
+
+
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo"])
 def test_a_loss_is_that_of_its_name_but_for_keys_of_its_own(name: str) -> None:
     table = RlTable.model_validate({"loss": name})

@@ -301,6 +301,19 @@ def test_garbage_is_refused_and_a_group_sent_twice_counts_once(tmp_path: Path) -
         assert free == set(range(frontier)) - numbers - {lease.number}
 
 
+def test_a_worker_whose_engine_fails_leaves_its_prompts_to_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The queue has room for 16 groups, and nothing settles them: 8 of them would else stay with the first worker."""
+    engine = ("engine.kind=openai", "engine.url=http://127.0.0.1:1", f"engine.folder={tmp_path / 'weights'}")
+    with served(tmp_path) as run, Trainer(run, trains=False), Workers() as workers:
+        workers.start(run_rollout, run.config(*engine), "paris")
+        until(lambda: "are given back" in caplog.text, "the engine does not fail")
+        workers.start(run_rollout, run.config(), "rome")
+        run.until_made(16)
+        assert run.worker("rollout", "paris")["generated"] == 0
+
+
 def test_a_call_that_is_refused_as_a_whole_loses_one_group_only(tmp_path: Path) -> None:
     with served(tmp_path) as run, Trainer(run, trains=False):
         run.groups()
