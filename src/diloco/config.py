@@ -404,12 +404,12 @@ class RunConfig(Table):
                 f"rl.queue = {self.rl.queue} is below rl.groups_per_step = {self.rl.groups_per_step}, which a trainer "
                 "leases at once; raise it"
             )
-        if (rl := self.rl) is not None and (
-            8 * rl.group_size * rl.max_tokens + 4 * rl.max_prompt_tokens > MAX_GROUP_BYTES - GROUP_HEADER_BYTES
-        ):
+        most = MAX_GROUP_BYTES - GROUP_HEADER_BYTES
+        if (rl := self.rl) is not None and 8 * rl.group_size * rl.max_tokens + 4 * rl.max_prompt_tokens > most:
             raise ValueError(
                 f"a group of rl.group_size = {rl.group_size} completions of rl.max_tokens = {rl.max_tokens} tokens, 8 "
-                f"bytes each, and its prompt are larger than {MAX_GROUP_BYTES} bytes; lower one of them"
+                f"bytes each, and a prompt of rl.max_prompt_tokens = {rl.max_prompt_tokens} are larger than {most} "
+                "bytes; lower one of them"
             )
         if any(len(name) > MAX_TASK or not name.isprintable() for name in self.task):
             raise ValueError(f"the name of a table [task.NAME] has up to {MAX_TASK} printable characters")

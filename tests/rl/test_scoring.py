@@ -186,23 +186,23 @@ def test_a_prompt_that_cannot_be_sampled_is_one_sentence_and_the_next_call_works
     good, other = TaskTable(source="trials:SAMPLING.good"), TaskTable(source=f"trials:SAMPLING.{does}")
     with Scorer({"other": other, "good": good}, timeout_s=3.0 if "took" in message else 120.0) as scorer:
         with pytest.raises(ScoringError, match=message) as caught:
-            scorer.prompts([3])
+            scorer.prompt(3)
         assert str(caught.value).isprintable()
-        with pytest.raises(ScoringError, match='task."?other'):
-            scorer.prompts([4, 3])
-        assert scorer.prompts([4, 2]) == [("good", Task("good", good).prompt(number)) for number in (2, 1)]
+        assert scorer.prompt(4) == ("good", Task("good", good).prompt(2))
 
 
 def test_prompts_are_those_of_the_tasks(settings: dict[str, TaskTable]) -> None:
     settings = {"sums": TaskTable(source="reasoning-gym:chain_sum", held_out=0.5), **settings}
     with Scorer(settings, timeout_s=120.0) as scorer:
-        assert scorer.prompts(range(20)) == [Tasks(settings).prompt(number) for number in range(20)]
+        assert [scorer.prompt(number) for number in range(20)] == [
+            Tasks(settings).prompt(number) for number in range(20)
+        ]
 
 
 def test_prompts_are_sampled_without_the_reward_model(tmp_path: Path) -> None:
     config = config_of(f'task.letters.reward_model="{tmp_path}"')
     with make_scorer(config, scores=False) as scorer:
-        assert scorer.prompts([0]) == [Tasks(config.task).prompt(0)]
+        assert scorer.prompt(0) == Tasks(config.task).prompt(0)
     with pytest.raises(ConfigError, match="cannot be loaded"), make_scorer(config):
         pass
 
@@ -274,12 +274,12 @@ def test_a_child_that_cannot_be_started_again_is_no_fault_of_a_group(
     with Scorer({"once": TaskTable(source="loads_once")}, timeout_s=120.0) as scorer:
         assert scorer.score("once", PROMPT, [""]) == [1.0]
         scorer.close()
-        for call in (lambda: scorer.score("once", PROMPT, [""]), lambda: scorer.prompts([0])):
+        for call in (lambda: scorer.score("once", PROMPT, [""]), lambda: scorer.prompt(0)):
             with pytest.raises(ConfigError, match="the process of the tasks could not be started, .* free memory"):
                 call()
         monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
         with pytest.raises(ConfigError, match="could not be started"):
-            scorer.prompts([0])
+            scorer.prompt(0)
 
 
 def test_close_ends_the_child_and_the_next_call_starts_another(settings: dict[str, TaskTable]) -> None:

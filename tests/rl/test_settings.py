@@ -59,7 +59,7 @@ def test_a_loss_is_that_of_its_name_but_for_keys_of_its_own(name: str) -> None:
     ("changes", "says"),
     [
         (("rl.queue=4",), "rl.queue = 4 is below rl.groups_per_step = 16"),
-        (("rl.group_size=1024", "rl.max_tokens=1000"), "are larger than 5242880 bytes"),
+        (("rl.group_size=1024", "rl.max_tokens=1000"), "are larger than 5177344 bytes"),
         (("engine.kind=openai",), "needs url and folder"),
         (("engine.url=http://127.0.0.1:1",), 'has no effect with kind = "transformers"'),
     ],

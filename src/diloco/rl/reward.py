@@ -83,7 +83,7 @@ class Rewarder:
             made = groups.result()[number]
             if isinstance(made, DilocoError):
                 raise made
-            [(task, prompt)] = self._scorer.prompts([number])
+            task, prompt = self._scorer.prompt(number)
             if (made.number, made.task, made.tokenizer) != (number, task, self._tokenizer.digest):
                 raise PayloadError(f"it is group {made.number} of task {made.task}, or of another tokenizer.")
             if made.prompt.tolist() != self._tokenizer.encode(prompt["prompt"]):

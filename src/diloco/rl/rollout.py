@@ -144,37 +144,31 @@ class Rollout:
     def make(self, numbers: Sequence[int], newest: Callable[[], FollowedModel]) -> None:
         """Send the groups of these prompts, or report what is wrong with a prompt. While the engine fails, all prompts
         are given back, and none is held for `ENGINE_PAUSE_S`."""
-        prompts = self._sampled(numbers)
-        if not prompts:
+        going_on = (number for number in numbers if not self._client.closing.is_set())
+        prompts = [prompt for number in going_on if (prompt := self._sampled(number)) is not None]
+        if not prompts or self._client.closing.is_set():
             return
         try:
             model = newest()
             self._load(model)
             self._generate(prompts, model)
         except (EngineError, NonFiniteError, StoreError) as error:
-            log.warning("prompts %s are given back: %s", [prompt.number for prompt in prompts], error)
+            log.warning("its prompts are given back: %s", error)
             self._client.hold(0)
             self._client.closing.wait(ENGINE_PAUSE_S)
 
-    def _sampled(self, numbers: Sequence[int]) -> list[_Prompt]:
-        """The prompts with these numbers. Those that cannot be used are reported; the ones without a sample are found
-        one by one."""
+    def _sampled(self, number: int) -> _Prompt | None:
+        """The prompt with this number; None: it cannot be used, which is reported."""
         try:
-            found = self._scorer.prompts(numbers)
+            task, values = self._scorer.prompt(number)
         except ScoringError as error:
-            if len(numbers) == 1:
-                self._cannot(numbers[0], str(error))
-                return []
-            going_on = (number for number in numbers if not self._client.closing.is_set())
-            return [prompt for number in going_on for prompt in self._sampled([number])]
-        prompts, most = list[_Prompt](), self._table.max_prompt_tokens
-        for number, (task, values) in zip(numbers, found, strict=True):
-            tokens = self._tokenizer.encode(values["prompt"])
-            if 0 < len(tokens) <= most:
-                prompts.append(_Prompt(number, task, values, tokens))
-            else:
-                self._cannot(number, f"its prompt has {len(tokens)} tokens; rl.max_prompt_tokens = {most}")
-        return prompts
+            self._cannot(number, str(error))
+            return None
+        tokens, most = self._tokenizer.encode(values["prompt"]), self._table.max_prompt_tokens
+        if not 0 < len(tokens) <= most:
+            self._cannot(number, f"its prompt has {len(tokens)} tokens; rl.max_prompt_tokens = {most}")
+            return None
+        return _Prompt(number, task, values, tokens)
 
     def _cannot(self, number: int, reason: str) -> None:
         score = Score(number, reason=reason)

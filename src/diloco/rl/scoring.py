@@ -74,20 +74,20 @@ class Scorer:
             self._watchdog.communicate()  # closes the pipe
             self._watchdog = None
 
-    def prompts(self, numbers: Sequence[int]) -> list[tuple[str, dict[str, Any]]]:
-        """The names of tasks, and their prompts, as `Tasks.prompt`.
+    def prompt(self, number: int) -> tuple[str, dict[str, Any]]:
+        """The name of a task, and its prompt, as `Tasks.prompt`.
 
         Raises:
             ConfigError: the tasks cannot be loaded.
-            ScoringError: one of these has no prompt, ended its process or exceeded a limit.
+            ScoringError: the task has no such prompt, ended its process or exceeded a limit.
         """
         if self._watchdog is None:
             self._start()
-        what = ", ".join(f'prompt {number} of task "{task_of(number, self._settings)}"' for number in numbers)
-        answer = self._ask({"numbers": list(numbers)}, what, self._timeout_s)
+        what = f'prompt {number} of task "{task_of(number, self._settings)}"'
+        answer = self._ask({"number": number}, what, self._timeout_s)
         if "error" in answer:
             raise ScoringError(answer["error"])
-        return [(task, prompt) for task, prompt in answer["prompts"]]
+        return answer["task"], answer["prompt"]
 
     def score(self, task: str, prompt: Mapping[str, Any], completions: Sequence[str]) -> list[float]:
         """The finite score of each completion of a prompt.
@@ -209,13 +209,14 @@ def _work(fd: int) -> None:
     with suppress(EOFError, OSError):  # closed; for a forked copy, no socket
         while True:
             request = _receive(requests)
-            answer = _prompts(tasks, **request) if "numbers" in request else _scores(tasks, **request)
+            answer = _prompt(tasks, **request) if "number" in request else _scores(tasks, **request)
             _send(connection, answer)
 
 
-def _prompts(tasks: Tasks, numbers: Sequence[int]) -> dict[str, Any]:
+def _prompt(tasks: Tasks, number: int) -> dict[str, Any]:
     try:
-        return {"prompts": [tasks.prompt(number) for number in numbers]}
+        task, prompt = tasks.prompt(number)
+        return {"task": task, "prompt": prompt}
     except ConfigError as error:
         if isinstance(error.__cause__, MemoryError):
             raise  # as for a score

@@ -50,8 +50,8 @@ HEARTBEAT_S = 2.0
 POLL_S = 0.5
 """Between two messages while the worker has fewer leases than it wants."""
 
-ANSWER_S, RECORD_S = 3.0, 15.0
-"""For the answer to a message, and to one with scores, which waits for a record; the next one repeats all of it."""
+ANSWER_S = 3.0
+"""For the answer to a message; the next one repeats all of it."""
 
 UPLOAD_S, UPLOAD_BYTES = 60.0, 1 << 20
 """For the answer to a call with groups, and the size of one with several of them."""
@@ -165,7 +165,7 @@ class WorkClient:
         self._sending, self._num_calls = set[int](), 0
         self._scores: dict[int, Score] = {}
         self._num_said = 0
-        self._num_answers, self._is_short, self._is_away = 0, False, False
+        self._num_answers, self._is_short, self._is_away, self._gives_back = 0, False, False, False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._talk, name="diloco-work", daemon=True)
         self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="diloco-groups")
@@ -211,6 +211,7 @@ class WorkClient:
             if not num:
                 self._leases = {number: place for number, place in self._leases.items() if number in self._sending}
                 self._fresh.clear()
+                self._gives_back = True
             self._changed.notify_all()
 
     def score(self, score: Score) -> None:
@@ -350,7 +351,11 @@ class WorkClient:
 
     @property
     def _is_due(self) -> bool:
-        return bool(self._scores) or (not self._is_short and 0 < self.num_ahead <= 2 * self._num_wanted)
+        return (
+            bool(self._scores)
+            or self._gives_back
+            or (not self._is_short and 0 < self.num_ahead <= 2 * self._num_wanted)
+        )
 
     def _work(self, *, is_last: bool = False) -> None:
         """Send a message, and apply the answer. `is_last`: give everything back."""
@@ -358,14 +363,14 @@ class WorkClient:
         def ask(syncer: Connection) -> tuple[pb.WorkRequest, pb.WorkReply]:
             with self._changed:
                 self._order += 1  # also of a repeated message: the syncer does not apply one twice
+                self._gives_back = False
                 holds, wants = ([], 0) if is_last else (list(self._leases), self._num_wanted)
                 request = pb.WorkRequest(
                     run=self._run, learner=self.name, role=self._role, process=self._process, order=self._order,
                     digest=self._digest, holds=holds, wants=wants,
                     scores=[pb.GroupScore(**vars(score)) for score in self._scores.values()],
                 )  # fmt: skip
-            timeout_s = RECORD_S if request.scores else ANSWER_S
-            return request, syncer.call("work", "Work", request, pb.WorkReply, timeout_s=timeout_s)
+            return request, syncer.call("work", "Work", request, pb.WorkReply, timeout_s=ANSWER_S)
 
         request, reply = self._source.answer(ask)
         places, held, num_new = {place.number: place for place in reply.groups}, set(request.holds), 0
@@ -380,7 +385,7 @@ class WorkClient:
                 place = pb.GroupPlace(number=number) if self._role == "rollout" else places.get(number)
                 if place is None:  # a repair has lost it
                     self._scores.setdefault(number, Score(number, reason=f"the bytes of group {number} are lost"))
-                elif number not in held:
+                elif number not in held and self.num_ahead:
                     self._leases[number] = place
                     self._fresh.append(number)
                     num_new += 1
