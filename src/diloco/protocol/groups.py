@@ -212,8 +212,9 @@ class Groups:
     def _check_settings(self, key: Key, digest: str, rules: GroupRules) -> None:
         if digest != rules.digest:
             error = (
-                f"{key[0]} {key[1]!r} has other settings of [rl] and [task] (with rl.kl, of run.seed too) or another tokenizer (digest "
-                f"{digest[:12]}) than the run's trainers ({rules.digest[:12]}); give all of them the same run file."
+                f"{key[0]} {key[1]!r} has other settings of [rl] and [task] (with rl.kl, of run.seed too) or another "
+                f"tokenizer (digest {digest[:12]}) than the run's trainers ({rules.digest[:12]}); give all of them the "
+                "same run file."
             )
             self.workers.refuse(key, error)
             raise ConfigError(error)
