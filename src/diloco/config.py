@@ -291,7 +291,7 @@ class RlTable(Table):
     max_staleness: int = Field(default=4, ge=0, le=100)  # versions of a fragment, after which a group is dropped
     queue: int | None = Field(default=None, gt=0)  # groups generated ahead; default: 4 steps of all planned trainers
     reward: Literal["workers", "inline"] = "workers"  # inline: rollout workers score what they generate
-    score_timeout_s: float = Field(default=10.0, gt=0)  # of one group
+    score_timeout_s: float = Field(default=10.0, gt=0)  # of one group, or prompt
     score_memory_mb: int = Field(default=2048, ge=64)
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # what it is a mean over; gives the defaults of kl and scale
     kl: float | None = Field(default=None, ge=0)  # weight of the divergence from the run's first model

@@ -9,7 +9,7 @@ child has the rights, files and network of this process, and a hostile task can 
 `Scorer.close` closes the pipe, and so does the kernel when this process ends, in whatever way. The watchdog is a
 process, since a thread of the worker does not run while a task holds the interpreter lock (a regular expression does).
 A message is JSON after its length, 4 bytes big-endian. The first request has the tasks; the worker answers it with {},
-later ones with {"prompts": [[task, prompt], ...]} or {"scores": [...]}, and all of them with {"error": reason}.
+later ones with {"task": name, "prompt": {...}} or {"scores": [...]}, and all of them with {"error": reason}.
 """
 
 import json
