@@ -11,7 +11,7 @@ experts and the trunk, which is everything else; SPES (arXiv 2602.11543) trains 
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -372,6 +372,46 @@ class Experts(Fragmentation):
         return 1 + max((expert for spec in specs if (expert := self.expert_of(spec)) is not None), default=-1)
 
     def units(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        fused, num_experts = self._fused(specs)
+        if self.groups > num_experts:
+            raise ConfigError(
+                f"Experts(groups={self.groups}) makes more groups than the {num_experts} experts of the model"
+            )
+        units = list[TensorSpec]()
+        for spec in specs:
+            units += spec.rows() if spec.name in fused else (spec,)
+        return tuple(units)
+
+    def whole(self, specs: Sequence[TensorSpec], num_held: int, num_experts: int) -> tuple[TensorSpec, ...]:
+        """The tensors of a mixture of which a model holds `num_held` experts, given the tensors of that model: those
+        that have a row for each expert have `num_experts`.
+
+        Raises ConfigError when the model has another number of experts, or has them in lists.
+        """
+        fused, found = self._fused(specs)
+        if not fused or found != num_held:
+            how = "in fused tensors" if found == num_held else f"and the model has {found}"
+            raise ConfigError(f"{num_held} of {num_experts} experts are held, {how}; build the model with as many")
+        return tuple(
+            replace(spec, shape=(num_experts, *spec.shape[1:])) if spec.name in fused else spec for spec in specs
+        )
+
+    def groups_of(self, experts: Collection[int], num_experts: int) -> tuple[int, ...]:
+        """The groups, by number, of these experts. Raises ConfigError when they are not whole groups."""
+        members: dict[int, list[int]] = {}
+        for expert in range(num_experts):
+            members.setdefault(expert * self.groups // num_experts, []).append(expert)
+        for group, own in members.items():
+            held = [expert for expert in own if expert in experts]
+            if held and held != own:
+                raise ConfigError(
+                    f"experts {own[0]} to {own[-1]} are group {group} of Experts(groups={self.groups}), which a "
+                    "learner holds as a whole or not at all; name all of them, or cut the model into more groups."
+                )
+        return tuple(group for group, own in members.items() if own[0] in experts)
+
+    def _fused(self, specs: Sequence[TensorSpec]) -> tuple[set[str], int]:
+        """The names of the tensors that have a row for each expert, and the number of experts."""
         sizes = self._named(specs) if self.patterns else _blocks_of_experts(specs)
         if not sizes:
             raise ConfigError(
@@ -382,17 +422,10 @@ class Experts(Fragmentation):
                 raise ConfigError(
                     f"Experts(groups={self.groups}) finds {size} experts in {name!r} and {most} elsewhere, not as many"
                 )
-        num_experts, units = next(iter(sizes.values())), list[TensorSpec]()
-        if self.groups > num_experts:
-            raise ConfigError(
-                f"Experts(groups={self.groups}) makes more groups than the {num_experts} experts of the model"
-            )
-        for spec in specs:
-            is_fused = (
-                spec.name in sizes if self.patterns else _fused_in(spec) in sizes and spec.shape[0] == num_experts
-            )
-            units += spec.rows() if is_fused else (spec,)
-        return tuple(units)
+        number = next(iter(sizes.values()))
+        if self.patterns:
+            return set(sizes), number
+        return {it.name for it in specs if _fused_in(it) in sizes and it.shape[0] == number}, number
 
     def _named(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
         """The number of rows of each tensor that `patterns` name."""

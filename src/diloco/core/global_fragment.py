@@ -54,7 +54,7 @@ class GlobalFragment:
 
     Attributes:
         fragment: index of the fragment.
-        version: 0 is the initial model; −1: none yet.
+        version: 0 is the initial model; −1: none yet, or of a fragment that a learner does not hold.
         theta: fp32 [n].
         outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is
             taken.
@@ -73,6 +73,12 @@ class GlobalFragment:
     def first(cls, method: Method, fragment: int, theta: Tensor, version: int = 0) -> Self:
         """A fragment of the initial model, with the outer state before the first step."""
         return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
+
+    @classmethod
+    def nothing(cls, fragment: int) -> Self:
+        """A fragment that a learner does not hold: no elements."""
+        theta = torch.empty(0)
+        return cls(fragment, -1, theta, {}, None, digest(theta))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with tensors of its own."""

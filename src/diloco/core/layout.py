@@ -11,7 +11,7 @@ identifies its bits.
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, get_args
@@ -144,8 +144,10 @@ class Layout:
         static: tensors that the run stores and sends to every learner that joins.
         base: tensors that every learner loads itself.
 
-    Raises LayoutError when a fragment is empty or out of order, a name occurs twice, or the units of a parameter are
-    not all of its rows.
+    A fragment without tensors is one that a learner does not hold (`part`).
+
+    Raises LayoutError when a fragment is out of order, a name occurs twice, or the units of a parameter are not all of
+    its rows.
     """
 
     fragments: tuple[Fragment, ...]
@@ -163,8 +165,6 @@ class Layout:
         for position, fragment in enumerate(self.fragments):
             if fragment.index != position:
                 raise LayoutError(f"fragment {fragment.index} is at position {position}; number fragments from 0.")
-            if fragment.numel == 0:
-                raise LayoutError(f"fragment {position} holds no elements; every fragment needs a trainable tensor.")
         for parameter, units in self.units().items():
             alike = {(spec.shape[1:], spec.dtype, spec.role, spec.origin and spec.origin.num_rows) for spec in units}
             starts = [*map(_first_row, units), units[0].origin.num_rows if units[0].origin else 0]
@@ -179,6 +179,25 @@ class Layout:
             if spec.origin is not None:
                 found.setdefault(spec.origin.parameter, []).append(spec)
         return {name: sorted(units, key=_first_row) for name, units in found.items()}
+
+    def part(self, fragments: Collection[int], rows: Sequence[int]) -> "Layout":
+        """The layout of a model that holds only some fragments, and of the parameters that are cut into units only some
+        rows. The other fragments have no tensors; a unit keeps its name, and its origin is where the part holds it.
+
+        Arguments:
+            fragments: indices of those that are held.
+            rows: those of each such parameter, in the order in which the part holds them.
+        """
+        local = {row: index for index, row in enumerate(rows)}
+
+        def held(spec: TensorSpec) -> TensorSpec:
+            if (origin := spec.origin) is None:
+                return spec
+            return replace(spec, origin=replace(origin, first=local[origin.first], num_rows=len(rows)))
+
+        of_each = [each.tensors if each.index in fragments else () for each in self.fragments]
+        cut = (place(index, [held(each.spec) for each in own]) for index, own in enumerate(of_each))
+        return Layout(tuple(cut), self.static, self.base)
 
     @property
     def num_parameters(self) -> int:
@@ -207,11 +226,13 @@ class Layout:
             )
         assert isinstance(fragments, list)
         assert isinstance(base, list)
-        return cls(
-            fragments=tuple(place(index, _specs_from_lists(specs)) for index, specs in enumerate(fragments)),
-            static=_specs_from_lists(static),
-            base=tuple(map(_base_from_list, base)),
-        )
+        placed = tuple(place(index, _specs_from_lists(specs)) for index, specs in enumerate(fragments))
+        for fragment in placed:
+            if fragment.numel == 0:
+                raise LayoutError(
+                    f"fragment {fragment.index} holds no elements; every fragment needs a trainable tensor."
+                )
+        return cls(placed, static=_specs_from_lists(static), base=tuple(map(_base_from_list, base)))
 
     def digest(self) -> str:
         """SHA-256 (hex) of the canonical JSON: equal exactly when two layouts are equal."""

@@ -54,7 +54,8 @@ class StartingState:
         learner, incarnation: the learner's name and incarnation in the run.
         step: the inner step to start from (the run's, for a late joiner).
         awaited: a round waits for this learner's send after that step, however many steps it has taken itself.
-        fragments: the global model; with outer states where the outer optimizer is on the learners.
+        fragments: the global model; with outer states where the outer optimizer is on the learners. Those that the
+            learner does not hold are `GlobalFragment.nothing`.
         static: the tensors that training does not change.
         run_tokens: tokens trained by the run so far.
     """
@@ -68,9 +69,9 @@ class StartingState:
     awaited: bool = False
 
     @classmethod
-    def of(cls, start: TellStart, fragments: Sequence[GlobalFragment], static: Mapping[str, Tensor]) -> Self:
-        """A session's start, with the model that was fetched for it."""
-        claim, held = start.claim, tuple(fragments)
+    def of(cls, start: TellStart, fragments: Sequence[GlobalFragment | None], static: Mapping[str, Tensor]) -> Self:
+        """A session's start, with the fragments that were fetched for it."""
+        claim, held = start.claim, tuple(it or GlobalFragment.nothing(index) for index, it in enumerate(fragments))
         return cls(claim.learner, claim.incarnation, start.step, held, static, start.run_tokens, start.awaited)
 
     @property
@@ -177,15 +178,23 @@ class Exchange(ABC):
     trained: Sequence[tuple[int, ...] | None] = ()
     """Per fragment, the indices of the tensors that the learner trains; None: all of them."""
 
-    def take(self, trained: Sequence[tuple[int, ...] | None]) -> None:
-        """Mark this exchange as one learner's, before `open`; `trained` as the attribute.
+    held: tuple[int, ...] | None = None
+    """The indices of the fragments that the learner holds; None: all."""
+
+    has_whole = True
+    """Whether the learner has the whole model, from which it can initialise the run."""
+
+    def take(
+        self, trained: Sequence[tuple[int, ...] | None], held: tuple[int, ...] | None = None, *, has_whole: bool = True
+    ) -> None:
+        """Mark this exchange as one learner's, before `open`; the arguments as the attributes.
 
         Raises:
             ConfigError: it is another learner's.
         """
         if self._is_taken:
             raise ConfigError("this exchange belongs to another Learner already; make a new one for every learner.")
-        self._is_taken, self.trained = True, trained
+        self._is_taken, self.trained, self.held, self.has_whole = True, trained, held, has_whole
 
     @abstractmethod
     def method(self, given: Method | None) -> Method:
@@ -202,7 +211,9 @@ class Exchange(ABC):
         """Join the run.
 
         Arguments:
-            initial: returns this learner's own model; called only if this learner initialises the run.
+            layout: of the run's whole model.
+            initial: returns this learner's own model; called only if this learner initialises the run. Raises
+                ConfigError if the learner has only a part of it.
             overlap: this learner's own τ; None: the method's.
 
         Raises:

@@ -182,10 +182,10 @@ class Local(Exchange):
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
         run.declare(self._index, self.trained)
-        initialises = run.initialises(self._index, may_initialise=self.initialises)
+        initialises = run.initialises(self._index, may_initialise=self.initialises and self.has_whole)
         core = SessionCore(
             RUN, Claim(name, process=run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
-            reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0,
+            reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0, held=self.held,
         )  # fmt: skip
         model = initial() if initialises else None  # in this learner's turn
 
@@ -200,7 +200,7 @@ class Local(Exchange):
         clock = partial(Alarm, run.delivery, learner=self._index)
         self._client = SessionClient(
             core, run.wires[self._index], clock, layout, run.replicas, initial=initial_model,
-            ready=run.is_founder(self._index), overlap=overlap, on_news=self._news,
+            ready=run.is_founder(self._index), overlap=overlap, held=self.held, on_news=self._news,
         )  # fmt: skip
         self._client.begin()
         while self._opened is None:
@@ -230,7 +230,7 @@ class Local(Exchange):
     def _opened_by(self, start: TellStart) -> StartingState:
         client = self._joined
         static = load(client.static) if client.static else {}
-        return StartingState.of(start, [each for each in client.held if each is not None], static)
+        return StartingState.of(start, client.held, static)
 
     @property
     def _joined(self) -> SessionClient:

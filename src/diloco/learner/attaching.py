@@ -21,6 +21,7 @@ from diloco.exchange.island import Ranks
 from diloco.learner.driver import LearnerDriver
 from diloco.learner.experts import RoutedTokens, RoutedWork, UntrainedRows, chosen_experts
 from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.held import HeldExperts, held_experts, whole_model
 from diloco.learner.island import RanksOfLearner, described_by_all, island_of, static_of_all
 from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.optimizers import require_hooks, require_model_parameters
@@ -39,9 +40,9 @@ MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 def attach(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, method: Method | None, exchange: Exchange,
-    ranks: RanksOfLearner | None, trains: Sequence[str] | None, trains_experts: str | None, overlap: int | None,
-    buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather | None,
-    resume: Mapping[str, Any] | None, rewarm_steps: int | None,
+    ranks: RanksOfLearner | None, trains: Sequence[str] | None, trains_experts: str | None, holds_experts: str | None,
+    whole: nn.Module | None, overlap: int | None, buffers: Buffers | Mapping[str, Buffers], static: Static,
+    gather: Gather | None, resume: Mapping[str, Any] | None, rewarm_steps: int | None,
 ) -> tuple[LearnerDriver, StartingState]:  # fmt: skip
     """Join the run; returns the driver, and the state that the learner starts from.
 
@@ -59,23 +60,26 @@ def attach(
         if island is not None:
             undo.callback(island.disconnect)  # otherwise the other ranks wait for this one
         agreed = own_exchange.method(method)
+        held = None if holds_experts is None else held_experts(holds_experts, agreed, exchange, trains_experts)
+        _require_part(whole, held, island)
 
         def describe() -> ModelDescription:
             _check_compatible(model, optimizers, agreed, exchange, gather)
             return described(model, agreed, buffers, static, read)
 
-        whole = describe() if island is None else described_by_all(island.each("attaching", describe), island.group)
-        answer = partial(require_answers, model, buffers, whole)
+        found = describe() if island is None else described_by_all(island.each("attaching", describe), island.group)
+        answer = partial(require_answers, model, buffers, found)
         if island is None:
             answer()
         else:
             island.each("the answers for buffers", answer)
-        layout = whole.layout(agreed)
+        of_run = (found if held is None else held.described(found, agreed)).layout(agreed)
+        layout = of_run if held is None else held.part(of_run)
         if resume is not None and "layout" in resume:
             require_layout(resume["layout"], layout)
         units = Units(layout, read)
-        held = exchanged_tensors(model, layout)
-        partition = partition_of(layout, held, units, None if island is None else island.group)
+        ranks_group = None if island is None else island.group
+        partition = partition_of(layout, exchanged_tensors(model, layout), units, ranks_group)
         tensors = LearnerTensors(model, layout, agreed, partition, units)
         experts = chosen_experts(trains_experts, layout, agreed)
         trained = trained_tensors(layout, trains, experts, agreed)
@@ -92,24 +96,32 @@ def attach(
         if island is not None:
             island.require_same("rewarm_steps", rewarm_steps)
             island.require_same("trains_experts", trains_experts)
+            island.require_same("holds_experts", holds_experts)
         _require_joiners(exchange, rewarm_steps)
-        exchange.take(trained)
+        fragments = None if held is None else held.fragments(len(layout.fragments))
+        if fragments is not None:
+            trained = [each if index in fragments else () for index, each in enumerate(trained)]
+        exchange.take(trained, fragments, has_whole=fragments is None or whole is not None)
         routed = None
         if isinstance(agreed.fragments, Experts):
             routed = RoutedWork(RoutedTokens(model), layout, own_exchange)
             undo.callback(routed.close)
 
         def own_model() -> FlatModel:
-            found = tensors.own_model()
-            return found if island is None else replace(found, static=static_of_all(found.static, layout, island.group))
+            if held is not None:
+                return whole_model(
+                    whole, of_run, lambda it: described(it, agreed, buffers, static, read_dtensor).layout(agreed)
+                )
+            mine = tensors.own_model()
+            return mine if island is None else replace(mine, static=static_of_all(mine.static, layout, island.group))
 
-        opened = own_exchange.open(layout, agreed, own_model, overlap=overlap)
+        opened = own_exchange.open(of_run, agreed, own_model, overlap=overlap)
         core = LearnerCore(Rules.of(own, len(layout.fragments)), opened.versions, step=opened.step)
         master_weights = MasterWeightDetector(optimizers, layout, tensors.parameters, units)
         driver = LearnerDriver(
             agreed, layout, own_exchange, core, tensors, master_weights, trained, kept, routed, rewarm, opened
         )
-        if any(opened.versions) and resume is None:
+        if max(opened.versions) > 0 and resume is None:
             rewarm.join()
         undo.pop_all()
     return driver, opened
@@ -131,6 +143,17 @@ def _require_method(method: object) -> None:
         raise ConfigError(
             f"Learner(method={preset or repr(method)}) is no method; call a preset, which returns one: "
             f"diloco.{preset or 'DiLoCo'}(…)."
+        )
+
+
+def _require_part(whole: nn.Module | None, held: HeldExperts | None, island: Ranks | None) -> None:
+    """Raise ConfigError for a whole model that has no effect."""
+    if whole is not None and held is None:
+        raise ConfigError("Learner(whole=…) has no effect on a learner that holds the whole model; leave it out.")
+    if whole is not None and island is not None:
+        raise ConfigError(
+            "a learner of several ranks that holds a part of the experts cannot initialise the run; let a learner of "
+            "one process do it, and leave whole out."
         )
 
 

@@ -69,6 +69,12 @@ class Learner:
             that cuts the model into experts (`fragments=Experts(…)`); None: all. The learner holds and adopts all of
             them. The others get no gradients, and keep their values at each step of the optimizer, which must call
             hooks, as those of torch do.
+        holds_experts: the experts of a mixture that the model has, and how many the run's has, such as "4-7 of 16":
+            whole groups of `fragments=Experts(…)`. The learner stores, receives and sends no others; `layout`,
+            `global_state_dict` and checkpoints are those of its part. Over a syncer, which holds all. None: the model
+            is whole.
+        whole: the whole model, from which a learner that holds a part may initialise the run; it is read while the
+            learner attaches. None: the learner waits until the run has a model.
         overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
             inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
         buffers: the role of floating-point buffers that training changes, such as BatchNorm's running statistics.
@@ -119,6 +125,8 @@ class Learner:
         ranks: RanksOfLearner | None = None,
         trains: Sequence[str] | None = None,
         trains_experts: str | None = None,
+        holds_experts: str | None = None,
+        whole: nn.Module | None = None,
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
@@ -132,8 +140,8 @@ class Learner:
         reshard(self._sharded)
         driver, opened = attach(
             self._root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
-            trains_experts=trains_experts, overlap=overlap, buffers=buffers, static=static, gather=gather,
-            resume=resume, rewarm_steps=rewarm_steps,
+            trains_experts=trains_experts, holds_experts=holds_experts, whole=whole, overlap=overlap, buffers=buffers,
+            static=static, gather=gather, resume=resume, rewarm_steps=rewarm_steps,
         )  # fmt: skip
         self._driver, self.method, self.layout = driver, driver.method, driver.layout
         self._exchange, self._tensors, self._core = driver.exchange, driver.tensors, driver.core

@@ -194,6 +194,8 @@ def _in(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -
             [(name, values)] = plain.items()
             value = _KINDS[name](**{key: _in(each, tensors, fetched) for key, each in values.items()})
             if fetched is not None and isinstance(value, _FetchedVersion):
+                if value.version < 0:
+                    return GlobalFragment.nothing(value.fragment)
                 return fetched(value.fragment, value.version, value.incarnation).held
             if fetched is not None and isinstance(value, _FetchedArrival):
                 update = value.update

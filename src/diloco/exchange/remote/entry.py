@@ -84,6 +84,7 @@ class Entry:
         parts: returns the bytes of the model, fragment by fragment, and then those of its static tensors, which are
             its second argument.
         overlap: the learner's own τ; None: the method's.
+        held: the fragments that it holds; None: all.
         tokens_per_step: as in `connect`.
 
     Attributes:
@@ -94,12 +95,12 @@ class Entry:
     def __init__(
         self, dialler: Dialler, run: str, layout: Layout, initial: Initial | None, model: FlatModel | None,
         parts: Callable[[FlatModel, memoryview], Iterator[memoryview]], *, overlap: int | None,
-        tokens_per_step: int | None,
+        held: tuple[int, ...] | None, tokens_per_step: int | None,
     ) -> None:  # fmt: skip
         self.num_bytes = self.resumed_bytes = 0
         self._parts, self._has_uploaded = parts, False
         self._dialler, self._run, self._layout, self._initial, self._model = dialler, run, layout, initial, model
-        self._overlap, self._tokens_per_step = overlap, tokens_per_step
+        self._overlap, self._held, self._tokens_per_step = overlap, held, tokens_per_step
 
     def initialise(self, call: requests.Initialise) -> None:
         """Upload the run's first model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
@@ -127,7 +128,7 @@ class Entry:
         claim, self._model = call.claim, None  # the run has been initialised
         request = request_of(
             pb.JoinRequest, self._run, claim, layout=json.dumps(self._layout.to_dict()), after=claim.incarnation,
-            overlap=self._overlap, tokens_per_step=self._tokens_per_step,
+            overlap=self._overlap, held=self._held, tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 

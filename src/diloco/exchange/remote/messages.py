@@ -23,6 +23,12 @@ def request_of(kind: type[M], run: str, claim: Claim, /, *values: object, **more
     return message_of(kind, known, *values, run=run, **more)
 
 
+def heartbeat_request(run: str, beat: requests.Beat) -> pb.HeartbeatRequest:
+    """The report of a learner; a version that it does not hold is sent as 0."""
+    blocked_with = tuple(max(version, 0) for version in beat.report.blocked_with)
+    return request_of(pb.HeartbeatRequest, run, beat.claim, replace(beat.report, blocked_with=blocked_with))
+
+
 def push_header(run: str, push: requests.Push) -> pb.PushHeader:
     """The header of a contribution's payload, without the payload's size."""
     c = push.contribution

@@ -186,6 +186,7 @@ class Remote(ShardedExchange):
             initialises=False if self._initial is None else self._initial.initialises,
             join_timeout_s=self._join_timeout_s,
             num_addresses=self._dialler.num_addresses,
+            held=self.held,
         )
         model, dialler, lanes = None if self._initial is None else initial(), self._dialler, self._lanes
         run = self._run
@@ -196,8 +197,9 @@ class Remote(ShardedExchange):
             receiver = LeadingReceiver(dialler, run, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
         entry = Entry(
-            dialler, run, layout, self._initial, model, parts, overlap=overlap, tokens_per_step=self._tokens_per_step
-        )
+            dialler, run, layout, self._initial, model, parts, overlap=overlap, held=self.held,
+            tokens_per_step=self._tokens_per_step,
+        )  # fmt: skip
         self._session = Session(core, dialler, entry, sender, receiver)
         self._session.begin()
         with ExitStack() as undo:

@@ -198,7 +198,7 @@ class Session:
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
             case requests.Beat():
-                request = messages.request_of(pb.HeartbeatRequest, core.run, call.claim, call.report)
+                request = messages.heartbeat_request(core.run, call)
                 beaten = self._ask(call, "Heartbeat", request, pb.HeartbeatReply)
                 lineage, standing = value_of(Lineage, beaten.lineage), messages.standing_of(beaten.standing)
                 return partial(

@@ -265,9 +265,9 @@ class Receiver:
             self._newest[download.update.fragment] = download.advanced.held
 
     @property
-    def fragments(self) -> tuple[GlobalFragment, ...]:
-        """The newest global model."""
-        return tuple(self._newest[fragment.index] for fragment in self._layout.fragments)
+    def fragments(self) -> tuple[GlobalFragment | None, ...]:
+        """The newest global model; None: a fragment that this learner does not hold."""
+        return tuple(self._newest.get(fragment.index) for fragment in self._layout.fragments)
 
 
 def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> AppliedUpdate:

@@ -41,7 +41,7 @@ class DescribeReply(_message.Message):
     def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., lost_floor_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "learner", "layout", "process", "after", "overlap", "seen", "tokens_per_step")
+    __slots__ = ("run", "learner", "layout", "process", "after", "overlap", "seen", "tokens_per_step", "held")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class JoinRequest(_message.Message):
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
@@ -58,7 +59,8 @@ class JoinRequest(_message.Message):
     overlap: int
     seen: Lineage
     tokens_per_step: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., tokens_per_step: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., tokens_per_step: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation", "lineage")

@@ -142,7 +142,8 @@ class Service:
             overlap = request.overlap if request.HasField("overlap") else None
             claim = value_of(Claim, request, incarnation=request.after)
             driver.join(
-                claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
+                claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None,
+                held=tuple(request.held) or None,
             )  # fmt: skip
 
         reply: pb.JoinReply = self.driver.wait_for(join, context)
