@@ -533,7 +533,7 @@ def parse_config(
 
 
 def _require_holders(config: RunConfig, source: str) -> None:
-    """Raise ConfigError if all planned learners hold parts of the experts, by tables of their own, and together not all."""
+    """Raise ConfigError if the tables of all planned learners give them parts of the experts, together not all."""
     texts = [own.get("train", {}).get("holds_experts") for own in config.learner.values()]
     if len(texts) < config.run.learners or None in texts:
         return

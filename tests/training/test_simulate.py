@@ -55,7 +55,9 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
     )  # budgets of tokens end when their news come
 
     def life(index: int, exchange: Exchange) -> torch.Tensor:
-        def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> diloco.Learner:
+        def attach(
+            model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int, _: Any
+        ) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
         trainer = Trainer(config, LearnerSpec(f"part-{index}", shard=index), attach=attach)

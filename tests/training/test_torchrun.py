@@ -115,7 +115,7 @@ def run_pair(config: RunConfig) -> list[Summary]:
     """The same two learners in one process; the first takes its batches in two halves, as its two ranks do."""
 
     def life(index: int, exchange: Exchange) -> Summary:
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
         train = config.train.model_copy(update={"accumulate": 2 - index})

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from diloco.config import NUM_EXPERTS
-from diloco.core.fragments import Experts
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.learner.experts import mixture_blocks
+from diloco.learner.held import HeldExperts
 from diloco.protocol.units import numbers, numbers_of, ranges_of
-from diloco.tables import number_ranges
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -66,7 +65,7 @@ def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedC
         left = Counter(expert // (number // num_groups) for expert in experts)
         part.n_group, part.topk_group = len(left), min(choices.topk_group, len(left))
         size = min(left.values())
-        if size < max(2, max(left.values())) or size * part.topk_group < top_k:
+        if size < max(2, *left.values()) or size * part.topk_group < top_k:
             raise ConfigError(
                 f"experts {numbers(held)} do not fill the groups of the router, which chooses {top_k} experts of "
                 f"{choices.topk_group} of {num_groups} groups (n_group): they are {list(left.values())} of the groups "
@@ -110,8 +109,8 @@ def part_of(model: M, experts: Sequence[int]) -> M:
 
 
 def held_rows(value: Tensor, shape: Sequence[int], experts: Sequence[int]) -> Tensor:
-    """Of a tensor of the whole model, such as state of its optimizer, the rows of `experts`, where the part's tensor has
-    another number of rows; any other as it is. `shape`: the part's."""
+    """The rows of `experts` of a tensor of the whole model, such as state of its optimizer, where the part's tensor, of
+    this shape, has another number of rows; any other tensor as it is."""
     is_cut = value.ndim == len(shape) and value.shape[1:] == tuple(shape[1:]) and value.shape != tuple(shape)
     return value[list(experts)] if is_cut else value
 
@@ -127,24 +126,12 @@ def part_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, exper
     return {**state, "state": own}
 
 
-def experts_to_hold(text: str, config: PreTrainedConfig, method: Method) -> tuple[int, ...]:
-    """The experts of `train.holds_experts`.
+def experts_to_hold(text: str, config: PreTrainedConfig, method: Method) -> HeldExperts:
+    """The experts of `train.holds_experts`, of a model with this configuration.
 
     Raises:
-        ConfigError: as `part_config`; or they are not whole groups of the method's.
+        ConfigError: as `HeldExperts.of` and `part_config`.
     """
-    ranges, number, cut = number_ranges("train.holds_experts", text), num_experts(config), method.fragments
-    if ranges[-1][1] > number:
-        raise ConfigError(
-            f'train.holds_experts = "{text}" names expert {ranges[-1][1] - 1}, and the model\'s are 0 to {number - 1}; '
-            "name those only."
-        )
-    experts = tuple(numbers_of(ranges))
-    part_config(config, experts)
-    if not isinstance(cut, Experts):
-        raise ConfigError(
-            f'train.holds_experts = "{text}" has no effect, since {method.name} cuts the model by {cut}; use a method '
-            'that exchanges outer gradients, with [method] fragments = { type = "Experts", groups = 4 }.'
-        )
-    cut.groups_of(experts, number)
-    return experts
+    held = HeldExperts.of(f"{text} of {num_experts(config)}", method)
+    part_config(config, held.experts)
+    return held

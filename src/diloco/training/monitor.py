@@ -171,7 +171,8 @@ class Monitor:
         if (known := self._evaluator.known(learner)) is not None:
             return known
         loss = self._evaluator.loss(learner, self._ranks)
-        learner.log(held_out_loss=loss)
+        if self._training.part is None:  # the syncer shows the loss of the global model
+            learner.log(held_out_loss=loss)
         self.append(
             ev.Evaluated(
                 step=step,
@@ -181,7 +182,8 @@ class Monitor:
                 versions=learner.versions,
             )
         )
-        self.say(f"step {step}: held-out loss of the global model {loss:.4f}")
+        model = "the global model" if self._training.part is None else "its part of the global model"
+        self.say(f"step {step}: held-out loss of {model} {loss:.4f}")
         return loss
 
     def close(self) -> None:
