@@ -14,6 +14,7 @@ import diloco
 from diloco import Learner, Method
 from diloco.errors import DilocoError
 from diloco.exchange.base import Exchange
+from diloco.learner.held import HeldExperts
 
 LEARNERS = 3
 
@@ -28,7 +29,8 @@ class Scenario:
     `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
     there are any. `buffers`, `static`: as `Learner` takes them; with `buffers`, the model has running statistics.
     `has_list`: whether the names of its tensors hold a list of layers. `experts`: learners that train a part of the
-        experts; unless it is None, the model has a mixture of experts.
+        experts; unless it is None, the model has a mixture of experts. `holds`: learners whose models have a part of
+        the experts, as `Learner` takes it.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Scenario:
     static: str = "exchange"
     has_list: bool = True
     experts: dict[int, str] | None = None
+    holds: dict[int, str] = field(default_factory=dict)
+
+    def held(self, index: int) -> HeldExperts | None:
+        """The experts of a learner's model; None: all."""
+        text = {int(key): each for key, each in self.holds.items()}.get(index)
+        return None if text is None else HeldExperts.of(text, Method.from_dict(self.method))
 
     def tokens_of(self, index: int) -> int:
         """In a step of a learner."""
@@ -101,7 +109,7 @@ class Experts(nn.Module):
 class Moe(nn.Module):
     """A mixture of experts with the names of transformers."""
 
-    def __init__(self, width: int, experts: int = 6) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.gate, self.experts = Gate(width, experts), Experts(width, experts)
 
@@ -113,9 +121,7 @@ class Moe(nn.Module):
 class Net(nn.Module):
     """110 thousand parameters, so four codec segments, and every kind of tensor that is not trained."""
 
-    def __init__(
-        self, width: int = 160, *, normed: bool = False, has_list: bool = True, has_experts: bool = False
-    ) -> None:
+    def __init__(self, width: int = 160, *, normed: bool = False, has_list: bool = True, experts: int = 0) -> None:
         super().__init__()
         self.embed = nn.Linear(24, width)
         layers = [nn.Linear(width, width) for _ in range(4)]
@@ -126,7 +132,7 @@ class Net(nn.Module):
         self.register_buffer("seed", torch.randint(0, 1000, ()))
         self.register_buffer("empty", torch.empty(0))
         self.norm = nn.BatchNorm1d(width) if normed else nn.Identity()
-        self.moe = Moe(width) if has_experts else None
+        self.moe = Moe(width, experts) if experts else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.embed(x) * self.scale)
@@ -137,14 +143,19 @@ class Net(nn.Module):
         return self.head(x) + self.shift
 
 
-def make_model(scenario: Scenario, index: int) -> Net:
-    """Every learner starts from other values; the run's are learner 0's. The base is the same where each brings it."""
+EXPERTS = 6
+
+
+def make_model(scenario: Scenario, index: int, *, whole: bool = False) -> Net:
+    """Every learner starts from other values; the run's are those of learner 0's `whole` model. The base is the same
+    where each brings it."""
     torch.manual_seed(100 + index)
     width = 161 if scenario.fault == "layout" and index == 1 else 160
-    has_experts = scenario.experts is not None
-    model = Net(
-        width, normed=bool(scenario.buffers) and not has_experts, has_list=scenario.has_list, has_experts=has_experts
-    ).to(getattr(torch, scenario.dtype))
+    held = None if whole else scenario.held(index)
+    experts = 0 if scenario.experts is None else EXPERTS if held is None else len(held.experts)
+    model = Net(width, normed=bool(scenario.buffers) and not experts, has_list=scenario.has_list, experts=experts).to(
+        getattr(torch, scenario.dtype)
+    )
     if scenario.static == "digest":
         generator = torch.Generator().manual_seed(1)
         model.scale.data.copy_(torch.rand(width, generator=generator))
@@ -200,9 +211,11 @@ def live(
     overlap = {int(key): steps for key, steps in scenario.overlaps.items()}.get(index)
     buffers: Any = "local" if scenario.fault == "buffers" and index == 1 else scenario.buffers or "refuse"
     static: Any = scenario.static
+    held = {int(key): text for key, text in scenario.holds.items()}.get(index)
+    whole = make_model(scenario, index, whole=True) if held is not None and index == 0 else None
     with Learner(
         model, optimizer, method=method, exchange=exchange, trains=trains, trains_experts=trains_experts,
-        overlap=overlap, buffers=buffers, static=static, resume=resume,
+        holds_experts=held, whole=whole, overlap=overlap, buffers=buffers, static=static, resume=resume,
     ) as learner:  # fmt: skip
         if part == 1 and index > 0:
             if index == 1:
@@ -317,6 +330,8 @@ def _scenarios() -> list[Scenario]:
         ),
     }  # fmt: skip
     parts = {0: "0-3", 1: "2,4", 2: "5"}
+    holds = {3: {0: "0-3 of 6", 1: "2-5 of 6", 2: "0-1,4-5 of 6"}, 2: {0: "0-2 of 6", 1: "3-5 of 6"}}
+    holds[6] = {0: "0-4 of 6", 1: "2-5 of 6", 2: "1,4 of 6"}
     scenarios = [Scenario(name, method.to_dict()) for name, method in methods.items()]
     streaming = methods["streaming, overlap 4"].to_dict()
     return [
@@ -354,6 +369,16 @@ def _scenarios() -> list[Scenario]:
         *(
             Scenario(f"parts, {name}", method.to_dict(), experts=parts, buffers="average")
             for name, method in experts.items()
+        ),
+        *(
+            Scenario(
+                f"held, {name}", method.to_dict(), experts={}, buffers="average", holds=holds[method.fragments.groups]
+            )
+            for name, method in experts.items()
+            if isinstance(method.fragments, diloco.Experts)
+        ),
+        Scenario(
+            "held, resumed", experts["tokens"].to_dict(), experts={}, buffers="average", holds=holds[2], resume_at=7
         ),
         Scenario("parts, resumed", experts["tokens"].to_dict(), experts=parts, buffers="average", resume_at=7),
         Scenario("other buffers", methods["diloco"].to_dict(), fault="buffers", buffers="average"),

@@ -4,7 +4,7 @@ hanging. A new exchange is a line in WORLDS."""
 import pytest
 import torch
 from tests.exchange.plain_loop import in_a_plain_loop
-from tests.exchange.scenarios import LEARNERS, SCENARIOS, Result, Scenario, make_model
+from tests.exchange.scenarios import EXPERTS, LEARNERS, SCENARIOS, Result, Scenario, make_model
 from tests.exchange.worlds import WORLDS, in_process
 
 pytestmark = pytest.mark.timeout(900)  # includes a world of processes
@@ -67,12 +67,15 @@ def test_same_books_on_every_exchange(name: str, results: "Able", local: Results
                 assert mine.facts[key] == theirs.facts[key], key
         for key in ("learner", "steps", "versions"):
             assert mine.facts[key] == theirs.facts[key], key
-        for ledger in mine.facts["ledger"]:
+        for ledger, version in zip(mine.facts["ledger"], mine.facts["versions"], strict=True):
             accounted = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
-            assert accounted == ledger["trained"] == mine.facts["tokens"]
+            assert accounted == ledger["trained"] == (mine.facts["tokens"] if version >= 0 else 0)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if len(set(SCENARIOS[name].overlaps.values())) < 2])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in TRAINED if len(set(SCENARIOS[name].overlaps.values())) < 2 and not SCENARIOS[name].holds],
+)
 def test_learners_hold_one_global_model(name: str, results: Results) -> None:
     first, *others = results[name]
     for other in others:
@@ -82,10 +85,24 @@ def test_learners_hold_one_global_model(name: str, results: Results) -> None:
             assert torch.equal(first.tensors[key], other.tensors[key]), key
 
 
+@pytest.mark.parametrize("name", [name for name in TRAINED if SCENARIOS[name].holds])
+def test_learners_hold_one_version_of_each_expert_that_they_hold(name: str, results: Results) -> None:
+    rows: dict[tuple[str, int], torch.Tensor] = {}
+    for index, result in enumerate(results[name]):
+        held = SCENARIOS[name].held(index)
+        experts = range(EXPERTS) if held is None else held.experts
+        for key, value in result.tensors.items():
+            for expert, row in zip(experts, value, strict=True) if key.startswith("global.moe") else ():
+                assert torch.equal(rows.setdefault((key, expert), row), row), key
+    assert {expert for _, expert in rows} == set(range(EXPERTS))
+
+
 def test_training_moves_every_parameter(results: Results) -> None:
     """Guards the comparisons above: the runs are not equal because nothing happened."""
     for name in set(TRAINED) & set(results):
-        start = make_model(SCENARIOS[name], 0).state_dict()
+        start, held = make_model(SCENARIOS[name], 0, whole=True).state_dict(), SCENARIOS[name].held(2)
+        if held is not None:
+            start |= {key: value[list(held.experts)] for key, value in start.items() if key.startswith("moe.")}
         if SCENARIOS[name].static == "digest":
             assert {key for key in start if f"global.{key}" not in results[name][2].tensors} == {
                 "scale",

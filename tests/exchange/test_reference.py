@@ -48,6 +48,7 @@ def lived(scenario: Scenario) -> tuple[list[Event], list[dict[str, Tensor]]]:
     def life(m: int, exchange: Local) -> dict[str, Tensor]:
         model = make_model(scenario, m)
         optimizer = make_optimizer(scenario, model)
+        whole = make_model(scenario, m, whole=True) if m == 0 and scenario.holds else None
         held: list[int] = []
 
         def adopted(fragment: int, version: int) -> None:
@@ -66,7 +67,7 @@ def lived(scenario: Scenario) -> tuple[list[Event], list[dict[str, Tensor]]]:
         buffers: Any = scenario.buffers or "refuse"
         with Learner(
             model, optimizer, method=Method.from_dict(scenario.method), exchange=exchange, buffers=buffers,
-            trains_experts=(scenario.experts or {}).get(m),
+            trains_experts=(scenario.experts or {}).get(m), holds_experts=scenario.holds.get(m), whole=whole,
         ) as learner:  # fmt: skip
             held.extend(learner.versions)
             for step in range(1, STEPS + 1):
@@ -104,23 +105,32 @@ METHODS = {
         fragments=diloco.Experts(groups=2, trunk=diloco.Whole(), every=2, up="bf16"),
     ),
 }  # fmt: skip
+HELD = {
+    "decoupled, experts": {0: "0-3 of 6", 1: "2-5 of 6", 2: "0-1,4-5 of 6"},
+    "async, experts": {0: "0-2 of 6", 1: "3-5 of 6"},
+}
+"""The experts that learners hold, beside runs in which all hold all of them."""
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(method: Method) -> None:
+@pytest.mark.parametrize("name", [*METHODS, *(f"{name}, held" for name in HELD)])
+def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(name: str) -> None:
+    method = METHODS[name.removesuffix(", held")]
     scenario = Scenario("", method.to_dict())
-    if isinstance(method.fragments, diloco.Experts):
+    if name not in METHODS:
+        scenario = replace(scenario, experts={}, buffers="average", holds=HELD[name.removesuffix(", held")])
+    elif isinstance(method.fragments, diloco.Experts):
         scenario = replace(scenario, experts={0: "0-3", 2: "3,4-5"}, buffers="average")
     events, results = lived(scenario)
     assert len(results) == LEARNERS
     merges = [event for event in events if event[0] == "merge"]
     assert len(merges) > 4
     assert any(len(set(event[2])) < LEARNERS for event in merges)  # learners are in different rounds
-    layout = described(make_model(scenario, 0), method, scenario.buffers or "refuse", "exchange", read_dtensor).layout(  # type: ignore[arg-type]
+    layout = described(make_model(scenario, 0, whole=True), method, scenario.buffers or "refuse", "exchange", read_dtensor).layout(  # type: ignore[arg-type]
         method
     )
     trainees = [Trainee(scenario, m, layout) for m in range(LEARNERS)]
-    Reference(method, layout, trainees).run(events)
+    start = Trainee(replace(scenario, holds={}), 0, layout).tensors()
+    Reference(method, layout, trainees, start).run(events)
     for trainee, result in zip(trainees, results, strict=True):
         for name, value in trainee.model.state_dict().items():
             assert torch.equal(value, result[name]), name

@@ -100,7 +100,8 @@ def _local(scenario: Scenario, run_learners: RunLearners) -> list[Result]:
 
 
 def over_gloo(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[Result]]:
-    """`diloco.Collective` in one process per learner."""
+    """`diloco.Collective` in one process per learner, each with the whole model."""
+    scenarios = [scenario for scenario in scenarios if not scenario.holds]
     (directory / "scenarios.json").write_text(json.dumps([scenario.to_dict() for scenario in scenarios]))
     start_processes("tests.exchange.worlds", directory, LEARNERS)
     return {scenario.name: [read(directory, scenario.name, rank) for rank in range(LEARNERS)] for scenario in scenarios}

@@ -13,10 +13,10 @@ EXPERTS, WIDTH, HIDDEN, VOCABULARY = 4, 6, 5, 11
 class Router(nn.Module):
     """Chooses two experts for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
-        self.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
+        self.weight = nn.Parameter(torch.randn(experts, WIDTH))
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = x @ self.weight.T
@@ -27,21 +27,21 @@ class Router(nn.Module):
 class FusedExperts(nn.Module):
     """All experts of a block in two tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, WIDTH) * 0.3)
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.3)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * HIDDEN, WIDTH) * 0.3)
+        self.down_proj = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) * 0.3)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        share = x.new_zeros(*x.shape[:-1], EXPERTS).scatter(-1, chosen, weights)
+        share = x.new_zeros(*x.shape[:-1], len(self.down_proj)).scatter(-1, chosen, weights)
         gate, up = torch.einsum("...w,ehw->...eh", x, self.gate_up_proj).chunk(2, dim=-1)
         return torch.einsum("...eh,ewh,...e->...w", nn.functional.silu(gate) * up, self.down_proj, share)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.gate, self.experts = Router(), FusedExperts()
+        self.gate, self.experts = Router(experts), FusedExperts(experts)
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, chosen = self.gate(x)
@@ -52,10 +52,10 @@ class Block(nn.Module):
 class Mixture(nn.Module):
     """Two blocks between an embedding and a head: [batch, tokens] → [batch, tokens, VOCABULARY]."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block(experts) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class Mixture(nn.Module):
 class Uncounted(Mixture):
     """The same in evaluation mode, in which no tokens are counted, so that merges weigh experts as all tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__(experts)
         self.eval()
 
 
@@ -78,10 +78,10 @@ _SEEDED = threading.Lock()
 """The generator that a model is drawn from is the process's, and learners are threads."""
 
 
-def mixture(seed: int = 0, kind: type[Mixture] = Mixture) -> Mixture:
+def mixture(seed: int = 0, kind: type[Mixture] = Mixture, *, experts: int = EXPERTS) -> Mixture:
     with _SEEDED:
         torch.manual_seed(seed)
-        return kind()
+        return kind(experts)
 
 
 def backward(model: nn.Module, index: int, step: int) -> None:

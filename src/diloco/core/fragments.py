@@ -389,9 +389,13 @@ class Experts(Fragmentation):
         Raises ConfigError when the model has another number of experts, or has them in lists.
         """
         fused, found = self._fused(specs)
-        if not fused or found != num_held:
-            how = "in fused tensors" if found == num_held else f"and the model has {found}"
-            raise ConfigError(f"{num_held} of {num_experts} experts are held, {how}; build the model with as many")
+        if found != num_held:
+            raise ConfigError(f"{num_held} experts are held, and the model has {found}; build it with as many.")
+        if listed := next((spec.name for spec in specs if _LISTED_EXPERT.fullmatch(spec.name)), None):
+            raise ConfigError(
+                f"{listed!r} is in a list of experts, of which a learner cannot hold a part; use a model that has the "
+                "experts of a layer in one tensor, as those of transformers."
+            )
         return tuple(
             replace(spec, shape=(num_experts, *spec.shape[1:])) if spec.name in fused else spec for spec in specs
         )

@@ -48,12 +48,14 @@ Event = tuple[Any, ...]
 
 
 def scheduled(
-    method: Method, num_learners: int, num_fragments: int, num_steps: int, overlaps: Mapping[int, int] | None = None
-) -> Iterator[Event]:
+    method: Method, num_learners: int, num_fragments: int, num_steps: int, overlaps: Mapping[int, int] | None = None,
+    holders: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Event]:  # fmt: skip
     """The events of learners that step together, stay to the end and wait for every answer.
 
     Arguments:
         overlaps: τ by learner, for those whose overlap differs from the method's.
+        holders: the learners that hold each fragment; None: all hold all.
 
     Raises:
         ConfigError: the method's rounds are not scheduled, or it leaves contributions out at random.
@@ -70,10 +72,13 @@ def scheduled(
             yield from (("step", m) for m in learners)
         sent = schedule.sends(step)
         for p in sent:
-            yield from (("send", m, p) for m in learners)
-            yield "merge", p, tuple(learners), 1.0
+            senders = tuple(learners if holders is None else holders[p])
+            if not senders:
+                continue
+            yield from (("send", m, p) for m in senders)
+            yield "merge", p, senders, 1.0
             versions[p] += 1
-            for m in learners:
+            for m in senders:
                 due[m, p].append((step + (overlaps or {}).get(m, method.overlap), versions[p]))
         for (m, p), on_their_way in due.items():
             version = on_their_way.pop(0)[1] if on_their_way and on_their_way[0][0] <= step else None
@@ -86,7 +91,8 @@ def scheduled(
 
 
 class Model(Protocol):
-    """One learner's model, data and inner optimizer. Tensors have the layout's names and are changed in place."""
+    """One learner's model, data and inner optimizer. Tensors have the layout's names and are changed in place. A model
+    without a fragment's tensors does not hold it: it neither sends nor adopts it."""
 
     def gradient(self) -> None:
         """Compute the gradients of the next inner step."""
@@ -172,24 +178,27 @@ class LearnerFragment:
 
 
 class Reference:
-    """A run of one method, in which all models start as the first.
+    """A run of one method, in which all models start as the first, or with the tensors in `start`.
 
     Attributes:
         versions: of each fragment, from version 0 on.
         learners: of each learner, its fragments.
     """
 
-    def __init__(self, method: Method, layout: Layout, models: Sequence[Model]) -> None:
+    def __init__(
+        self, method: Method, layout: Layout, models: Sequence[Model], start: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.models = models
         self.places = [fragment.tensors for fragment in layout.fragments]
         self.methods = [method.for_fragment(p) for p in range(len(self.places))]
-        thetas = [_flat(places, models[0].tensors()) for places in self.places]
+        thetas = [_flat(places, models[0].tensors() if start is None else start) for places in self.places]
         states = [how.outer.init(theta.numel()) for how, theta in zip(self.methods, thetas, strict=True)]
         self.versions = [[Version(theta, state)] for theta, state in zip(thetas, states, strict=True)]
         self.learners = [list(map(LearnerFragment, thetas, states)) for _ in models]
         for model in models:
             for places, theta in zip(self.places, thetas, strict=True):
-                _write(places, model.tensors(), theta)
+                if places[0].spec.name in model.tensors():
+                    _write(places, model.tensors(), theta)
 
     def run(self, events: Iterable[Event]) -> None:
         """Execute events in order."""

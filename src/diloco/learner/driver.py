@@ -85,6 +85,7 @@ class LearnerDriver:
         self.units: UnitQueue | None = None
         self.rewarm, self.untrained, self._routed = rewarm, untrained, routed
         self._master_weights, self._trained = master_weights, trained
+        self._held = [each.index for each in layout.fragments if each.tensors]
         self._begin(opened)
 
     def _begin(self, opened: StartingState) -> None:
@@ -168,7 +169,7 @@ class LearnerDriver:
         fragment, measured = self.layout.fragments[send.fragment], self._measured_from(send.fragment)
         self.tensors.registered.check()
         self._master_weights.check_groups()
-        self.tensors.frozen.check(fragment.index, len(self.layout.fragments))
+        self.tensors.frozen.check(self._held.index(fragment.index), len(self._held))
         if measured is not None:
             self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])
             self._master_weights.check_copies(fragment)
