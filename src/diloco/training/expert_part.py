@@ -84,8 +84,9 @@ def part_of(model: M, experts: Sequence[int]) -> M:
     Raises:
         ConfigError: as `part_config`; or the model is none of transformers, or has no fused tensors of experts.
     """
+    given: object = model
     blocks = list(mixture_blocks(model))
-    if not isinstance(model, PreTrainedModel) or not blocks or not all(block.fused for block in blocks):
+    if not isinstance(given, PreTrainedModel) or not blocks or not all(block.fused for block in blocks):
         raise ConfigError(
             f"{type(model).__name__} has no part with fewer experts; it takes a model of transformers whose experts "
             "are the rows of fused tensors, such as MixtralForCausalLM, unwrapped."
@@ -94,8 +95,8 @@ def part_of(model: M, experts: Sequence[int]) -> M:
     with torch.device("meta"):  # allocates and initialises nothing
         part = type(model)(config)
     taken: dict[int, Tensor] = {}  # by the model's tensor, so that tied ones stay tied
-    all_names = {"remove_duplicate": False}
-    for name, own in chain(model.named_parameters(**all_names), model.named_buffers(**all_names)):
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, own in tensors:
         place, _, leaf = name.rpartition(".")
         module = part.get_submodule(place)
         if id(own) not in taken:

@@ -93,8 +93,8 @@ class Holding(NamedTuple):
 
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int, Holding], AnyLearner]
-"""Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained, the part
-that the model is)."""
+"""Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained, what
+the model holds)."""
 
 
 class WarmStartedCollective(Collective):

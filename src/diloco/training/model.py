@@ -38,7 +38,7 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
     if _is_pretrained(table):
         failed = f"cannot load model.weights = {table.weights}"
         with translated((OSError, ValueError), ConfigError, failed, "give a directory or a hub name"):
-            pretrained: PreTrainedConfig = AutoConfig.from_pretrained(table.weights)
+            pretrained: PreTrainedConfig = AutoConfig.from_pretrained(str(table.weights))
         pretrained.use_cache = False
         return pretrained
     if table.config is not None:

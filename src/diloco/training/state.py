@@ -93,7 +93,8 @@ class TrainingState:
         self.config = config
         self.clock = clock or Clock()
         self.ranks, self._peers = ranks, peers or ranks
-        self.held, self._whole = held, None
+        self.held = held
+        self._whole: tuple[nn.Module, dict[str, Any]] | None = None  # and its inner optimizer, until this learner joins
         self.part = None if begins_whole else held
         length, experts = config.data.sequence_length, None if self.part is None else self.part.experts
         self._train(build_model(config.model, corpus.vocab_size, length, config.run.seed, experts))
