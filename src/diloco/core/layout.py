@@ -306,7 +306,7 @@ def gather(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor | None
                 "before the learner attaches, and leave it so."
             )
     if out is None:
-        out = new_vector(fragment.numel, device=tensors[fragment.names[0]].device if fragment.tensors else "cpu")
+        out = new_vector(fragment.numel, device=tensors[fragment.names[0]].device if fragment.tensors else None)
     for name, view in scatter(fragment, out).items():
         view.copy_(tensors[name].detach())
     return out

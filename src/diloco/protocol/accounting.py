@@ -1,10 +1,12 @@
 """The syncer's accounting: the tokens of each learner, and the verdict on each contribution.
 
-Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`). The syncer is
-responsible for an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other
-pending tokens are given up when their learner ends: lost if it was evicted, discarded as "not merged at the end" if it
-finished or left. Tokens that an evicted incarnation trained before it was notified, which its process reports later,
-are lost. If the syncer restarts, open contributions of absent learners are given up too, since they are not sent again.
+Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`); trained are the tokens
+of the incarnations that held the fragment. All hold the trunk of a mixture, so the largest of these sums has all tokens
+of the learner. The syncer is responsible for an acknowledged contribution until it is merged or rejected, even if the
+learner is gone. All other pending tokens are given up when their learner ends: lost if it was evicted, discarded as
+"not merged at the end" if it finished or left. Tokens that an evicted incarnation trained before it was notified, which
+its process reports later, are lost. If the syncer restarts, open contributions of absent learners are given up too,
+since they are not sent again.
 
 A contribution is identified by its number, so a retransmission is recognised. It is open from its acknowledgement to
 its verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
@@ -47,6 +49,9 @@ class Account:
         others_tokens: the part of `earlier_tokens` trained before the process first joined.
         confirmed: per fragment, the number up to which the newest incarnation has confirmed verdicts.
         verdicts: unconfirmed verdicts of the newest incarnation, by fragment and number.
+        held: the fragments that the newest incarnation holds; None: all of them.
+        held_before: likewise, of the incarnation before; of a first one, its own.
+        tokens: trained by all incarnations.
     """
 
     ledgers: list[Ledger]
@@ -58,6 +63,29 @@ class Account:
     others_tokens: int = 0
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
+    held: frozenset[int] | None = None
+    held_before: frozenset[int] | None = None
+    tokens: int = 0
+
+    def holds(self, fragment: int) -> bool:
+        """Whether the newest incarnation holds a fragment."""
+        return self.held is None or fragment in self.held
+
+    def train(self, tokens: int) -> None:
+        """Count tokens of the newest incarnation."""
+        self.tokens += tokens
+        for fragment, ledger in enumerate(self.ledgers):
+            if self.holds(fragment):
+                ledger.trained += tokens
+
+    def lose_late(self, tokens: int, held: frozenset[int] | None) -> None:
+        """Count tokens of a past incarnation, which held these fragments, as lost."""
+        self.earlier_tokens += tokens
+        self.tokens += tokens
+        for fragment, ledger in enumerate(self.ledgers):
+            if held is None or fragment in held:
+                ledger.trained += tokens
+                ledger.lost += tokens
 
     def count(self, c: Contribution, reason: str | None, version: int) -> None:
         """Count a contribution's tokens and keep the verdict for its learner; call once."""
@@ -96,6 +124,11 @@ class Account:
             "confirmed": list(self.confirmed),
             "verdicts": [[it.fragment, it.number, it.reason, it.version] for it in self.verdicts.values()],
             "ledgers": [[it.trained, it.merged, it.lost, dict(it.discarded)] for it in self.ledgers],
+            **{
+                key: sorted(held)
+                for key, held in (("held", self.held), ("held_before", self.held_before))
+                if held is not None
+            },
         }
 
     @classmethod
@@ -110,7 +143,14 @@ class Account:
             ledgers, values["incarnation"], values["process"], values["ended_at"],
             earlier_tokens=values["earlier_tokens"], others_tokens=values["others_tokens"],
             confirmed=list(values["confirmed"]), verdicts=by_number,
+            held=held_of(values, "held"), held_before=held_of(values, "held_before"),
+            tokens=max(ledger.trained for ledger in ledgers),
         )  # fmt: skip
+
+
+def held_of(values: Mapping[str, Any], key: str) -> frozenset[int] | None:
+    """A set of held fragments in the values of `Account.as_dict`; None: all of them."""
+    return frozenset(values[key]) if key in values else None
 
 
 class Accounting:
@@ -134,13 +174,18 @@ class Accounting:
     @property
     def run_tokens(self) -> int:
         """Tokens trained by all learners, present and past."""
-        return sum(account.ledgers[0].trained for account in self.accounts.values())
+        return sum(account.tokens for account in self.accounts.values())
 
-    def begin(self, learner: str, process: int, after: int = 0) -> int:
-        """Begin a new incarnation of a process, which has trained nothing; return its number. `after`: the process's
-        previous incarnation."""
+    def begin(self, learner: str, process: int, after: int = 0, held: frozenset[int] | None = None) -> int:
+        """Begin a new incarnation of a process, which has trained nothing; return its number.
+
+        Arguments:
+            after: the process's previous incarnation.
+            held: as in `Account`.
+        """
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
-        account.earlier_tokens = account.ledgers[0].trained
+        account.earlier_tokens = account.tokens
+        account.held, account.held_before = held, account.held if account.incarnation else held
         if process != account.process:
             account.others_tokens = account.earlier_tokens
         account.incarnation, account.process = max(account.incarnation, after) + 1, process
@@ -152,8 +197,8 @@ class Accounting:
         """Set the tokens that the newest incarnation (`tokens`) and earlier ones of its process (`earlier_tokens`) have
         trained; both are monotonic.
 
-        Earlier tokens that were unknown when it joined are lost: contributed tokens were reported with their
-        contribution.
+        Earlier tokens that were unknown when it joined are lost, in the fragments that the incarnation before held:
+        contributed tokens were reported with their contribution.
 
         Raises:
             PayloadError: the learner's incarnations would have trained more tokens than can be counted.
@@ -161,9 +206,8 @@ class Accounting:
         account = self.accounts[learner]
         earlier = max(account.earlier_tokens, account.others_tokens + earlier_tokens)
         _require_countable(learner, earlier + tokens)
-        self._lose_late(account, earlier - account.earlier_tokens)
-        for ledger in account.ledgers:
-            ledger.trained = max(ledger.trained, earlier + tokens)
+        account.lose_late(earlier - account.earlier_tokens, account.held_before)
+        account.train(max(0, earlier + tokens - account.tokens))
 
     def trained_late(self, learner: str, tokens: int) -> bool:
         """Set the final tokens of the newest incarnation's process. Return whether any were unknown: those are lost.
@@ -173,16 +217,10 @@ class Accounting:
         """
         account = self.accounts[learner]
         _require_countable(learner, account.others_tokens + tokens)
-        late = max(0, account.others_tokens + tokens - account.ledgers[0].trained)
-        self._lose_late(account, late)
+        late = max(0, account.others_tokens + tokens - account.tokens)
+        has_trained = account.tokens > account.earlier_tokens  # otherwise the process may not know of it
+        account.lose_late(late, account.held if has_trained else account.held_before)
         return late > 0
-
-    def _lose_late(self, account: Account, tokens: int) -> None:
-        """Count tokens of past incarnations as lost."""
-        account.earlier_tokens += tokens
-        for ledger in account.ledgers:
-            ledger.trained += tokens
-            ledger.lost += tokens
 
     def end(self, learner: str) -> None:
         """End a learner: its acknowledged contributions remain, its other pending tokens are given up."""
@@ -201,7 +239,7 @@ class Accounting:
         return 0 if account is None else account.incarnation
 
     def ended(self, step: int) -> set[str]:
-        """Learners that finished or left at this inner step or later."""
+        """Learners that finished or left at this inner step or later, whatever they held."""
         accounts = self.accounts.items()
         return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from diloco.protocol.contribution import OVERLAP
+from diloco.protocol.members import NOTHING
 from diloco.protocol.units import Ranges, as_lists, common, ranges_of, union
 
 
@@ -110,7 +111,7 @@ class FragmentWork:
     """One learner's work on a fragment.
 
     Attributes:
-        version: the adopted version.
+        version: the adopted version; `NOTHING`: the learner does not hold the fragment.
         number: of the newest contribution; 0: none was sent.
         received: versions that were received and are not adopted.
         in_flight: contributions, oldest first.
@@ -133,6 +134,11 @@ class FragmentWork:
     pending_units: Ranges = ()
     overwritten_units: Ranges = ()
     pending_routed: tuple[int, ...] = ()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the learner holds the fragment."""
+        return self.version != NOTHING
 
     def stepped(self, tokens: int, units: Ranges = ()) -> None:
         """An inner step of work on the fragment."""
@@ -179,7 +185,7 @@ class FragmentWork:
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
         """A version was received; contributions up to number `merged` are in it or an earlier one, unless rejected.
         Returns the contributions in flight that are newly known to be merged."""
-        if version <= self.version:
+        if version <= self.version or not self.is_held:
             return ()
         self.received.add(version)
         listed = tuple(
@@ -265,7 +271,8 @@ class FragmentWork:
         sent = {"received": set(values["received"]), "in_flight": flights, "ledger": ledger}
         it = cls(**{**values, **units, **routed, **sent})
         require_whole_numbers(
-            it.version, it.number, it.pending_tokens, it.pending_steps, it.overwritten_tokens, *it.received,
+            *([it.version] if it.is_held else ()), it.number, it.pending_tokens, it.pending_steps,
+            it.overwritten_tokens, *it.received,
             *(n for each in (units["pending_units"], units["overwritten_units"]) for pair in each for n in pair),
             *it.pending_routed, ledger.trained, ledger.merged, ledger.lost, *map(abs, ledger.discarded.values()),
         )  # fmt: skip

@@ -34,7 +34,8 @@ class LearnerCore:
 
     Arguments:
         rules: the run's method, as the state machines know it.
-        versions: the version of each fragment that the learner holds.
+        versions: of each fragment, the version that the learner holds; `NOTHING`: it does not hold the fragment, which
+            is never due, called, received or adopted, and has no tokens.
         step: the inner step to start from; a late joiner starts at the run's.
 
     Attributes:
@@ -88,8 +89,10 @@ class LearnerCore:
         self.step += 1
         self.tokens += tokens
         for work in self.fragments:
-            work.stepped(tokens, units)
-        sends = [self._send(fragment, sync_every) for fragment in self._rounds.due(self.step)]
+            if work.is_held:
+                work.stepped(tokens, units)
+        due = (fragment for fragment in self._rounds.due(self.step) if self.fragments[fragment].is_held)
+        sends = [self._send(fragment, sync_every) for fragment in due]
         return tuple(send for send in sends if send is not None)
 
     def called(self, fragment: int, version: int) -> Send | None:
@@ -98,6 +101,8 @@ class LearnerCore:
         Returns None if none can be sent now: the work stays pending. While it is unknown which units of a checkpoint
         are leased to this incarnation, the answer to the call waits for `keep_units`.
         """
+        if not self.fragments[fragment].is_held:
+            return None
         if self._is_unsure and self.fragments[fragment].has_units:
             self._calls[fragment] = version
             return None
@@ -114,8 +119,9 @@ class LearnerCore:
         """Tokens of a step whose gradients were merged before it was taken (`exchanged="gradients"`)."""
         self.tokens += tokens
         for work in self.fragments:
-            work.ledger.trained += tokens
-            work.ledger.merged += tokens
+            if work.is_held:
+                work.ledger.trained += tokens
+                work.ledger.merged += tokens
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -220,7 +226,8 @@ class LearnerCore:
         """Check a state before `load_state_dict`.
 
         Raises:
-            CheckpointError: the state is of a model cut into another number of fragments.
+            CheckpointError: the state is of a model cut into another number of fragments, or of a learner that holds
+                others.
             ValueError, TypeError or LookupError: it is no state of a learner.
         """
         if len(state["fragments"]) != len(self.fragments):
@@ -228,10 +235,17 @@ class LearnerCore:
                 f"the checkpoint has {len(state['fragments'])} fragments and this model {len(self.fragments)}; "
                 "load it with the method it was saved under."
             )
-        for work in state["fragments"]:
+        held = set[int]()
+        for fragment, work in enumerate(state["fragments"]):
             if not isinstance(work, Mapping):
                 raise TypeError(f"a {type(work).__name__} stands for a fragment")
-            FragmentWork.from_dict(work)
+            if FragmentWork.from_dict(work).is_held:
+                held.add(fragment)
+        if held != (own_held := {fragment for fragment, work in enumerate(self.fragments) if work.is_held}):
+            raise CheckpointError(
+                f"the checkpoint is of a learner that holds the fragments {sorted(held)}, and this one holds "
+                f"{sorted(own_held)}; load it with the experts that it was saved with."
+            )
         require_whole_numbers(state["step"], state["tokens"])
         own = self._rounds.state_dict()
         if state["rounds"].keys() != own.keys():

@@ -9,14 +9,16 @@ leases the lowest free units: returned units before new ones, and earlier passes
 units that another learner has, not even at the end of a pass.
 
 **Fates.** Work is sent fragment by fragment, so a unit gets a fate in each fragment: "merged", or discarded for a
-reason (`protocol.contribution`: overwritten by an adoption, or its contribution was late, an outlier, …).
+reason (`protocol.contribution`: overwritten by an adoption, or its contribution was late, an outlier, …). In a fragment
+that its learner does not hold its fate is "not held" from the start.
 
     done        it has a fate in every fragment, and at least one of them is "merged"
-    free again  every fragment has discarded it; or its learner left before it had a fate in every fragment
+    free again  every fragment that its learner holds has discarded it; or its learner left before it had a fate in
+                every fragment
 
-No unit is skipped: a unit that is done was merged, and a fragment without it is one in which the method discarded it. A
-unit that returns after some fragments have merged it is merged in these again, and each such merge is counted as
-repeated:
+No unit is skipped: a unit that is done was merged, and a fragment without it is one in which the method discarded it,
+or that its learner did not hold. A unit that returns after some fragments have merged it is merged in these again, and
+each such merge is counted as repeated:
 
     per fragment    Σ fates of done units = done − before
                     merges = fates["merged"] of done units + merged units under lease + repeated
@@ -26,8 +28,8 @@ of its version. An acknowledged contribution stays with the syncer after its lea
 with its verdict; after a restart, once the run is restored.
 
 **Claims.** A learner that continues exactly from a checkpoint, under a new incarnation, has work on units whose lease
-ended with the previous incarnation. Its first request claims them. It gets those that are still free, with their fates;
-units that others have leased meanwhile are trained twice, and counted as unclaimed.
+ended with the previous incarnation. Its first request claims them. It gets those that are still free, with their fates,
+if it holds the same fragments; units that others have leased meanwhile are trained twice, and counted as unclaimed.
 
 No clock, socket or permutation is used here.
 """
@@ -35,7 +37,7 @@ No clock, socket or permutation is used here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -61,6 +63,9 @@ MAX_ASKED = 2**20
 
 MAX_LEASED = 2**24
 """Most units under lease to one learner; at this limit it gets none until some have their fates."""
+
+UNHELD = "not held"
+"""The fate of a unit in a fragment that its learner does not hold."""
 
 MAX_PASSES = 16
 """Most passes in a status: with a small data set, one pass for each unit may have begun."""
@@ -216,11 +221,14 @@ class Leases:
 
     # --- leasing ------------------------------------------------------------------------------------------------------
 
-    def ask(self, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0) -> Grant:
+    def ask(
+        self, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0, held: Collection[int] | None = None
+    ) -> Grant:  # fmt: skip
         """Lease units to a learner.
 
         Arguments:
             tokens_before: tokens on which the run's model was trained before the run.
+            held: the fragments that the incarnation holds; None: all of them.
 
         Raises:
             ConfigError: the learner's data differs from the run's.
@@ -253,9 +261,11 @@ class Leases:
                 return Grant(0, ())  # nothing has changed: the request is repeated
             num_units = 0
         self.leases[learner, incarnation] = lease
-        claimed = self._claim(learner, lease, ask.claim) if ask.number == 1 else ()
+        claimed = self._claim(learner, lease, ask.claim, held) if ask.number == 1 else ()
         units = self._take(num_units)
-        lease.units = union(lease.units, units)
+        unheld = {UNHELD: units}
+        fates = [{} if held is None or fragment in held else unheld for fragment in range(self._num_fragments)]
+        lease.add(units, fates)
         lease.grant = Grant(ask.number, units, claimed)
         return lease.grant
 
@@ -286,13 +296,17 @@ class Leases:
                     del self.left[learner]
         return union(back, new)
 
-    def _claim(self, learner: str, lease: Holding, claim: Sequence[Ranges]) -> Ranges:
+    def _claim(
+        self, learner: str, lease: Holding, claim: Sequence[Ranges], held: Collection[int] | None
+    ) -> Ranges:  # fmt: skip
         """Lease claimed units to a new incarnation if they are free and every fragment has its work on them."""
         left, wanted = self.left.pop(learner, None) or self._new(), union(*claim)
         got = common(wanted, left.units)
         for fragment, its in enumerate(claim):
             settled = left.settled(fragment)
             got = minus(common(got, union(its, settled)), common(its, settled))
+            unheld = left.fates[fragment].get(UNHELD, ())
+            got = minus(got, unheld) if held is None or fragment in held else common(got, unheld)
         fates = left.taken(got)
         lease.add(got, fates)
         self.returned = minus(self.returned, got)
@@ -320,7 +334,8 @@ class Leases:
         """End the lease of those of these groups that were not sent; returns them."""
         if (lease := self.leases.get((learner, incarnation))) is None:
             return ()
-        sent = union(_units_of(learner, incarnation, open_), *map(lease.settled, range(self._num_fragments)))
+        fates = (its for by_fate in lease.fates for fate, its in by_fate.items() if fate != UNHELD)
+        sent = union(_units_of(learner, incarnation, open_), *fates)
         given_up = minus(common(units, lease.units), sent)
         lease.taken(given_up)
         return given_up

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diloco.core.choices import positive
 from diloco.errors import ConfigError
 from diloco.protocol.lineage import Lineage
+
+NOTHING = -1
+"""The version of a fragment that a learner does not hold, or has not fetched yet."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Claim:
         process: a random number of the learner's process. A run that was taken back to an older state may have given
             the same incarnation to another process since.
         seen: the syncer that the learner follows; None: none yet.
-        versions: by fragment, the newest that the learner has from there; empty: it does not say.
+        versions: by fragment, the newest that the learner has from there (`NOTHING`: none, or it does not hold the
+            fragment); empty: it does not say.
     """
 
     learner: str
@@ -98,6 +102,7 @@ class Member:
         presumed: the syncer was restarted; the member counts as ready until its first message.
         ready_step: the inner step known when it became ready; rounds sent at or before that step do not wait for it.
         tokens: trained by this incarnation.
+        held: the fragments that this incarnation holds; None: all of them.
     """
 
     learner: str
@@ -117,6 +122,7 @@ class Member:
     finished: bool = False
     ready_step: int = 0
     tokens: int = 0
+    held: frozenset[int] | None = None
 
     def saved(self, *, sends_again: bool) -> dict[str, Any]:
         """This member in a record, as plain values. `sends_again`: it will send an open contribution again, so a
@@ -132,19 +138,30 @@ class Member:
         }
 
     @classmethod
-    def restored(cls, learner: str, incarnation: int, saved: Mapping[str, Any], now: float) -> Member:
+    def restored(
+        cls, learner: str, incarnation: int, saved: Mapping[str, Any], now: float, held: frozenset[int] | None
+    ) -> Member:  # fmt: skip
         """A member of a record, which has until its deadline to reconnect."""
         is_finished = saved["finished"]
         return cls(
             learner, incarnation, saved["step"], now, now, saved["overlap"], saved["tokens_per_step"], saved["step_s"],
             connected=False, ready=not is_finished, finished=is_finished, tokens=saved["tokens"],
             presumed=not is_finished and not saved["ready"],  # it may have begun to train since the record
+            held=held,
         )  # fmt: skip
 
     @property
     def healthy(self) -> bool:
         """Connected and ready."""
         return self.connected and self.ready
+
+    def holds(self, fragment: int) -> bool:
+        """Whether this incarnation holds a fragment."""
+        return self.held is None or fragment in self.held
+
+    def is_blocked_at(self, versions: Sequence[int]) -> bool:
+        """Whether it waits for a version after these, of the fragments that it holds."""
+        return self.blocked_with == tuple(v if self.holds(f) else NOTHING for f, v in enumerate(versions))
 
     def heard(self, now: float, step: int, tokens: int, steps: int) -> int:
         """A message from the member, which is at this step. Returns the number of new steps.

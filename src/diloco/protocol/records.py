@@ -31,7 +31,7 @@ def progress_of(record: Mapping[str, Any]) -> tuple[int, int]:
     Raises:
         ValueError, TypeError, LookupError or AttributeError: this is no record.
     """
-    found = record["step"], sum(account["ledgers"][0][0] for account in record["accounts"].values())
+    found = record["step"], sum(max(ledger[0] for ledger in it["ledgers"]) for it in record["accounts"].values())
     require_whole_numbers(*found)
     return found
 
@@ -46,7 +46,8 @@ def require_numbers(record: Mapping[str, Any]) -> None:
         require_whole_numbers(member["step"], member["tokens"], int(member["step_s"] or 0))
     for account in record["accounts"].values():
         numbers = (account[each] for each in ("incarnation", "earlier_tokens", "others_tokens"))
-        require_whole_numbers(*numbers, *account["confirmed"])
+        held = (*account.get("held", ()), *account.get("held_before", ()))
+        require_whole_numbers(*numbers, *account["confirmed"], *held)
         _require_ledgers(account["ledgers"])
 
 

@@ -134,8 +134,8 @@ class SyncerCore:
             state.step = step
         self.accounting.restore(values["accounts"], values["members"])
         for learner, saved in values["members"].items():
-            incarnation = self.accounting.accounts[learner].incarnation
-            self.members[learner] = Member.restored(learner, incarnation, saved, now)
+            account = self.accounting.accounts[learner]
+            self.members[learner] = Member.restored(learner, account.incarnation, saved, now, account.held)
             self.rounds.restore_of(learner, saved["rounds"])
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.groups.restore(values.get("groups"))
@@ -158,7 +158,7 @@ class SyncerCore:
 
     def joined(
         self, now: float, learner: str, *, process: int = 0, after: int = 0, ready: bool = False,
-        overlap: int | None = None, tokens_per_step: int | None = None,
+        overlap: int | None = None, tokens_per_step: int | None = None, held: Collection[int] | None = None,
     ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
@@ -169,6 +169,8 @@ class SyncerCore:
             ready: rounds wait for it from the start (fixed membership), not only once it has trained.
             overlap: the learner's own τ; None: the method's.
             tokens_per_step: the most that it trains in an inner step; None: not declared.
+            held: the fragments that it holds, all those of the trunk among them; None: all. Only these count for it:
+                their rounds wait for it, and its tokens are accounted for in them.
 
         Raises:
             StaleIncarnationError: it joins again, but a newer process has taken its name.
@@ -186,20 +188,26 @@ class SyncerCore:
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.accounting.begin(learner, process, after)
+        own = None if held is None or len(held) == len(self.fragments) else frozenset(held)
+        incarnation = self.accounting.begin(learner, process, after, own)
         self.members[learner] = Member(
-            learner, incarnation, self.step, now, now, overlap, tokens_per_step=tokens_per_step, ready=ready
+            learner, incarnation, self.step, now, now, overlap, tokens_per_step=tokens_per_step, ready=ready, held=own
         )
         self.rounds.joined(learner)
         self._wants_record = True
         return incarnation, actions + self._look_again(now)
 
-    def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
-        """Check that this incarnation is a member. `process`: the learner's process; None: it was checked before. In a
-        run that was taken back, another process may have been given the same number since.
+    def check(
+        self, learner: str, incarnation: int, process: int | None = None, *, fragment: int | None = None
+    ) -> None:  # fmt: skip
+        """Check that this incarnation is a member, and holds the fragment that it contributes to.
+
+        Arguments:
+            process: the learner's process; None: it was checked before. In a run that was taken back, another process
+                may have been given the same number since.
 
         Raises:
-            StaleIncarnationError: it was evicted or replaced.
+            StaleIncarnationError: it was evicted or replaced. PayloadError: it does not hold the fragment.
         """
         member = self.members.get(learner)
         is_known = member is not None and member.incarnation == incarnation
@@ -207,6 +215,11 @@ class SyncerCore:
             raise StaleIncarnationError(
                 f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a "
                 "new one."
+            )
+        if member is not None and fragment is not None and not member.holds(fragment):
+            raise PayloadError(
+                f"{learner!r} contributes to fragment {fragment}, which it does not hold; contribute to the fragments "
+                "that it joined with. Nothing of it was counted."
             )
 
     def heartbeat(self, now: float, learner: str, incarnation: int, report: Report) -> list[Action]:
@@ -304,9 +317,10 @@ class SyncerCore:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
             ConfigError: its weight cannot be computed (tokens without steps).
-            PayloadError: its tokens, or its units of data, are already accounted for, or are not the learner's.
+            PayloadError: its tokens, or its units of data, are already accounted for, or are not the learner's; or the
+                learner does not hold the fragment.
         """
-        self.check(c.learner, c.incarnation)
+        self.check(c.learner, c.incarnation, fragment=c.fragment)
         if not 0 <= c.fragment < len(self.fragments):
             raise VersionError(
                 f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
@@ -423,7 +437,8 @@ class SyncerCore:
         """
         self.check(learner, incarnation)
         before = () if ask.data.groups is None else self.leases.leased
-        grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
+        held = self.members[learner].held
+        grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before, held=held)
         if ask.data.groups is not None:
             self.groups.leased(minus(grant.units, before))  # a request may be repeated
         self._wants_record |= grant.number > 0

@@ -206,18 +206,19 @@ class Driver(Generic[H, S, P]):
     @event
     def join(
         self, claim: Claim, layout: ModelLayout, done: Callable[[int], None], *, ready: bool = False,
-        overlap: int | None = None, tokens_per_step: int | None = None,
+        overlap: int | None = None, tokens_per_step: int | None = None, held: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
             claim: with the last incarnation of the same process; 0: it had none.
-            ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
+            layout: of the whole model of the run, whatever it holds.
+            ready, overlap, tokens_per_step, held: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
-            LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: no such step size, or such an
-                incarnation, can be.
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: no such step size, such an
+                incarnation, or such a set of held fragments, can be.
             StaleIncarnationError: it joins again, but a newer process has taken its name.
             ConfigError: the run's method allows learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: the pool will have none.
@@ -231,9 +232,10 @@ class Driver(Generic[H, S, P]):
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
+        validation.check_held(learner, held, self.state.experts.trunk, len(self.state.versions))
         incarnation, actions = core.joined(
             self._clock.now_s(), learner, process=claim.process, after=claim.incarnation, ready=ready,
-            overlap=overlap, tokens_per_step=tokens_per_step,
+            overlap=overlap, tokens_per_step=tokens_per_step, held=held,
         )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(partial(done, incarnation))
@@ -434,7 +436,8 @@ class Driver(Generic[H, S, P]):
 
         Raises:
             RestartedError: it is addressed to another driver; this one may lack contributions acknowledged there.
-            StaleIncarnationError: the incarnation is no member. PayloadError: its numbers are implausible.
+            StaleIncarnationError: the incarnation is no member. PayloadError: its numbers are implausible, or its
+                learner does not hold the fragment.
             LayoutError: no such fragment or tensor. CorruptPayloadError: not the size that its fragment and codec need.
             NoRoomError: there is no room now; repeat the push. BusyError: an earlier connection still uploads the
                 same.
@@ -444,7 +447,7 @@ class Driver(Generic[H, S, P]):
             raise RestartedError(
                 "the syncer was restarted; contributions without a verdict are sent again, the oldest first."
             )
-        self.core.check(c.learner, c.incarnation, process)
+        self.core.check(c.learner, c.incarnation, process, fragment=c.fragment)
         validation.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]

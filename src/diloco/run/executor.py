@@ -224,7 +224,8 @@ class ActionExecutor(Generic[H, S, P]):
         slots = [self.uploads.take(c) for c in action.contributions]
         model = self._state.model
         bases = {c.learner: c.base for c in action.contributions}
-        if self._state.core.members.keys() <= bases.keys():  # every learner has the base of its contribution
+        members = self._state.core.members.values()
+        if all(it.learner in bases for it in members if it.holds(action.fragment)):  # each has the base of its own
             model.drop_updates(action.fragment, min(bases.values()))
         close = partial(self._ports.jobs.close, action, model.layout, model.held(action.fragment), slots)
         self._ports.worker.submit("close", action.fragment, close, partial(self._closed, action, slots))

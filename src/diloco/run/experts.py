@@ -1,4 +1,4 @@
-"""Which experts of a mixture each learner trains, by its contributions since the driver began."""
+"""Which experts of a mixture each learner trains, by what it holds and its contributions since the driver began."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class ExpertStatus:
         self._groups = {fragment: frozenset(own) for fragment, own in enumerate(of_tensors) if own}
         self._trained: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}  # by fragment, with the incarnation
 
+    @property
+    def trunk(self) -> list[int]:
+        """The fragments without experts."""
+        return [fragment for fragment in range(len(self._of_tensors)) if fragment not in self._groups]
+
     def contributed(self, c: Contribution) -> None:
         """A contribution was accepted."""
         if c.fragment in self._groups:
@@ -40,23 +45,29 @@ class ExpertStatus:
         ]
 
     def of(self, member: Member) -> list[list[int]] | None:
-        """The experts that a member trains, as ranges (first, stop); None: it has contributed to no group."""
-        own = self._known(member)
+        """The experts that a member trains, as ranges (first, stop); None: it holds all and has contributed to no
+        group."""
+        own = self._known(member) if member.held is None else self._trained_by(member)
         return as_lists(_ranges(expert for each in own.values() for expert in each)) if own else None
 
     def as_dict(self, members: Collection[Member]) -> dict[str, Any] | None:
-        """Plain values: the `number` of experts, and as ranges `untrained`, those that no member trains, as far as all
-        have contributed to their group. None: the run is of no mixture."""
+        """Plain values: the `number` of experts, and as ranges `untrained`, those that no member trains. None: the run
+        is of no mixture."""
         if not self._groups:
             return None
-        known = [self._known(member) for member in members if not member.finished]
+        trained = [self._trained_by(member) for member in members if not member.finished]
         untrained = {
             expert
             for fragment, group in self._groups.items()
-            if known and all(fragment in each for each in known)
-            for expert in group.difference(*(each[fragment] for each in known))
+            if trained
+            for expert in group.difference(*(each[fragment] for each in trained))
         }
         return {"number": 1 + max(map(max, self._groups.values())), "untrained": as_lists(_ranges(untrained))}
+
+    def _trained_by(self, member: Member) -> dict[int, frozenset[int]]:
+        """By group; all that it holds, until it has contributed there."""
+        known, nothing = self._known(member), frozenset[int]()
+        return {f: known.get(f, group) if member.holds(f) else nothing for f, group in self._groups.items()}
 
     def _known(self, member: Member) -> dict[int, frozenset[int]]:
         found = self._trained.get(member.learner, {}).items()

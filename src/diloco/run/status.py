@@ -70,7 +70,7 @@ class RunStatus:
             self._seen_of(c.learner, c.incarnation).staleness = action.round - c.base
         contributors = {c.learner for c in action.contributions}
         for learner, member in core.members.items():
-            if member.ready or learner in contributors:
+            if (member.ready and member.holds(action.fragment)) or learner in contributors:
                 self._seen_of(learner, member.incarnation).recent.append(learner in contributors)
 
     def _seen_of(self, learner: str, incarnation: int) -> _Seen:
@@ -121,11 +121,12 @@ class RunStatus:
     def _learner(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, learner: str) -> dict[str, Any]:
         member = core.members[learner]
         seen = self._seen_of(learner, member.incarnation)
-        behind = [newest - version for newest, version in zip(model.versions, seen.versions, strict=False)]
+        own = zip(model.versions, seen.versions, strict=False)
+        behind = [newest - version for f, (newest, version) in enumerate(own) if member.holds(f)]
         return {
             "incarnation": member.incarnation,
             "step": member.step,
-            "tokens": core.accounting.accounts[learner].ledgers[0].trained,
+            "tokens": core.accounting.accounts[learner].tokens,
             "live": member.connected,
             "healthy": member.healthy,
             "heard": member.connected or member.broken_at is not None,
@@ -151,7 +152,8 @@ def _fragment(core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, inde
     if state.closing is not None:
         contributed = list(dict.fromkeys(c.learner for c in state.closing.contributions))
         members = sorted(state.closing.members)
-    waits = "no contribution yet" if state.phase == "open" else state.phase
+    is_held = not core.members or any(it.holds(index) for it in core.members.values())
+    waits = state.phase if state.phase != "open" else "no contribution yet" if is_held else "no live learner holds it"
     return {
         "fragment": index,
         "version": state.version,

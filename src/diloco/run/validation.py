@@ -112,6 +112,27 @@ def check_step_size(learner: str, tokens_per_step: int | None) -> None:
     _within(learner, "tokens in an inner step", tokens_per_step or 0, MAX_TOKENS)
 
 
+def check_held(learner: str, held: Sequence[int] | None, trunk: Sequence[int], num_fragments: int) -> None:
+    """Check the fragments that a learner says it holds; None: all of them.
+
+    Arguments:
+        trunk: fragments without experts, which all learners hold.
+        num_fragments: of the run.
+    """
+    if held is None:
+        return
+    if list(held) != sorted(set(held)) or not all(0 <= fragment < num_fragments for fragment in held):
+        raise PayloadError(
+            f"{learner!r} holds the fragments {list(held)[:20]}; name each once, in ascending order, from 0 to "
+            f"{num_fragments - 1}."
+        )
+    if not trunk or (missing := set(trunk).difference(held)):
+        raise PayloadError(
+            f"{learner!r} holds the fragments {list(held)[:20]} of the run, and not all of its trunk "
+            f"({sorted(missing) if trunk else 'it has none'}); a learner may leave out groups of experts only."
+        )
+
+
 def check_report(
     learner: str, report: Report, num_fragments: int, run_step: int, tokens_per_step: int | None
 ) -> None:  # fmt: skip

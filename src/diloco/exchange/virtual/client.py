@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -83,10 +83,11 @@ class SessionClient:
         initial: returns this learner's model for the run.
         ready: whether rounds wait for its first incarnation from the start (`SyncerCore.joined`).
         overlap: the learner's own τ; None: the method's.
+        held: the fragments that it holds (`SyncerCore.joined`), as its state machine has them.
         on_news: is called with each action for the learner, in order.
 
     Attributes:
-        held: the newest received version of each fragment.
+        held: the newest received version of each fragment; None: nothing yet, or it does not hold the fragment.
         static: the tensors that training does not change, as bytes.
         num_bytes: payload bytes by kind.
         is_closed: whether it has left the run.
@@ -96,7 +97,7 @@ class SessionClient:
         self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
         replicas: Replicas,
         *, initial: Callable[[], InitialModel[GlobalFragment]], ready: bool, overlap: int | None = None,
-        on_news: Callable[[News], None],
+        held: Collection[int] | None = None, on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
         self.held: list[GlobalFragment | None] = [None] * len(layout.fragments)
@@ -106,6 +107,7 @@ class SessionClient:
         self._wire, self._layout, self._replicas = wire, layout, replicas
         self._clock = clock(self._wake)
         self._initial, self._ready, self._overlap, self._on_news = initial, ready, overlap, on_news
+        self._fragments = None if held is None else tuple(sorted(held))
         self._payloads: dict[tuple[int, int, int], Tensor] = {}  # by incarnation, fragment and number
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
@@ -133,7 +135,9 @@ class SessionClient:
 
     def restore(self, fragments: Sequence[GlobalFragment]) -> None:
         """Replace the fragments by those of a checkpoint to which the run has gone back."""
-        self.held = [self._replicas.as_learners_hold(each) for each in fragments]
+        its = range(len(fragments)) if self._fragments is None else self._fragments
+        for index in its:
+            self.held[index] = self._replicas.as_learners_hold(fragments[index])
         self.core.restored([each.version for each in fragments])
 
     def leave(self) -> None:
@@ -227,6 +231,7 @@ class SessionClient:
                     lambda incarnation: reply((driver.lineage, incarnation)),
                     ready=ready,
                     overlap=self._overlap,
+                    held=self._fragments,
                 )
             case requests.Fetch(claim=claim, fragment=None):
                 driver.core.check(claim.learner, claim.incarnation, claim.process)

@@ -5,7 +5,8 @@
 Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly
 reported steps ÷ live learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast
 network does not shorten H, and is called once the round before is published. A learner answers at its next boundary,
-with all its work since it adopted the fragment. A late answer joins the next round.
+with all its work since it adopted the fragment. A late answer joins the next round. A fragment that no learner holds
+skips its turns.
 """
 
 from __future__ import annotations
@@ -120,21 +121,26 @@ class CalledSyncer(LateRounds):
 
     def update(self, now: float) -> set[str]:
         """Call the fragments that are due, and record which calls have enough answers."""
-        ready = late.ready(self._run)
+        run, is_called = self._run, set(self.open_fragments())
         due = [fragment for fragment, turns in enumerate(self._fragments) if self.clock > turns.turn - ROUNDING]
-        is_called = set(self.open_fragments())
-        to_call = [f for f in due if ready and f not in is_called and self._run.fragments[f].phase == "open"]
-        for fragment in to_call:
-            self._call(now, fragment)
-        needed = late.num_needed(self._run.at_least, ready)
+        called = set[str]()
+        for fragment in due if late.ready(run) else ():
+            if fragment in is_called or run.fragments[fragment].phase != "open":
+                continue
+            if late.ready(run, fragment):
+                self._call(now, fragment)
+                called.update(learner for learner, member in run.members.items() if member.holds(fragment))
+            else:
+                self._fragments[fragment].turn = self._next_turn(fragment)
         for fragment in self.open_fragments():
             turns = self._fragments[fragment]
             assert turns.open is not None
             assert turns.call is not None
+            needed = late.num_needed(run.at_least, late.ready(run, fragment))
             if turns.call.enough_at is None and len(turns.open.fresh) >= needed:
                 turns.call.enough_at = now
                 self.pace.measured(quorum_s=now - turns.call.opened_at)
-        return set(self._run.members) if to_call else set()
+        return called
 
     def _call(self, now: float, fragment: int) -> None:
         """Open a call; late contributions measured from this version answer it."""
@@ -155,14 +161,14 @@ class CalledSyncer(LateRounds):
             return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
         grace_s = self._quorum.grace_s(self.pace.slack_s(self._run.rules.schedule.overlap))
         return late.decide(
-            now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._run.at_least,
+            now, turns.open.newest, turns.open.fresh, late.ready(self._run, fragment), self._run.at_least,
             enough_at=turns.call.enough_at, grace_s=grace_s,
         )  # fmt: skip
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         turns = self._fragments[fragment]
         assert turns.open is not None
-        closed = turns.open.closed(self._run.fragments[fragment].version, late.ready(self._run), now)
+        closed = turns.open.closed(self._run.fragments[fragment].version, late.ready(self._run, fragment), now)
         turns.open = turns.call = None
         return closed
 
@@ -177,7 +183,7 @@ class CalledSyncer(LateRounds):
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         turns = self._fragments[fragment]
         is_open = turns.open is not None and self._run.fragments[fragment].phase == "open"
-        return (sorted(turns.open.newest), late.ready(self._run)) if is_open and turns.open else ((), ())
+        return (sorted(turns.open.newest), late.ready(self._run, fragment)) if is_open and turns.open else ((), ())
 
     def heard(self, member: Member, steps: int) -> bool:
         ready = [each for each in self._run.members.values() if each.ready or each is member]
@@ -195,9 +201,10 @@ class CalledSyncer(LateRounds):
         return turns.begun is None and self.clock > turns.turn - ROUNDING
 
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
+        member = self._run.members[learner]
         return tuple(
             (fragment, self._run.fragments[fragment].version)
-            for fragment in self.open_fragments()
+            for fragment in filter(member.holds, self.open_fragments())
             if (round_ := self._fragments[fragment].open) is not None and learner not in round_.fresh
         )
 

@@ -52,9 +52,10 @@ def _when_sent(c: Contribution) -> tuple[int, int]:
     return c.incarnation, c.number
 
 
-def ready(run: RunView) -> list[str]:
-    """The live learners that train, in order."""
-    return sorted(learner for learner, member in run.members.items() if member.ready)
+def ready(run: RunView, fragment: int | None = None) -> list[str]:
+    """The live learners that train and hold a fragment, in order; None: whatever they hold."""
+    members = run.members.values()
+    return sorted(it.learner for it in members if it.ready and (fragment is None or it.holds(fragment)))
 
 
 def num_needed(at_least: int, members: Collection[str]) -> int:
@@ -72,7 +73,7 @@ def decide(
         now: seconds of the caller's clock.
         contributed: learners with work in the round, late work included.
         fresh: those of them that answered this round's call, or pushed since it opened.
-        members: live learners that train.
+        members: live learners that train and hold the fragment.
         at_least: K; fewer are enough if fewer are live.
         enough_at: when the K-th fresh contribution arrived; None: not yet.
         grace_s: how long the round stays open after that.

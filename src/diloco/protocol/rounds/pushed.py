@@ -50,10 +50,10 @@ class PushedSyncer(LateRounds):
         round_ = self._open(fragment)
         if round_ is None:
             return None
-        members = late.ready(self._run)
-        if self._is_circle(members):
+        members, everyone = late.ready(self._run, fragment), late.ready(self._run)
+        if self._is_circle(everyone):
             merge = tuple(sorted(round_.newest))
-            return Decision(merge, None, f"all {len(members)} live learners wait, for rounds that lack learners")
+            return Decision(merge, None, f"all {len(everyone)} live learners wait, for rounds that lack learners")
         return late.decide(now, round_.newest, round_.fresh, members, self._run.at_least, enough_at=now, grace_s=0.0)
 
     def _is_circle(self, members: Sequence[str]) -> bool:
@@ -65,7 +65,7 @@ class PushedSyncer(LateRounds):
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         number = self._run.fragments[fragment].version
-        return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
+        return self._rounds[fragment].pop(number).closed(number, late.ready(self._run, fragment), now)
 
     def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
         """Its pending work at the last heartbeat, or its last push if that has more tokens."""
@@ -79,7 +79,7 @@ class PushedSyncer(LateRounds):
 
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
         round_ = self._open(fragment)
-        return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
+        return (sorted(round_.newest), late.ready(self._run, fragment)) if round_ else ((), ())
 
     def sync_every(self, learner: str) -> int | None:
         """⌊v/v_max · H⌋ by measured speed, if the steps are dynamic."""

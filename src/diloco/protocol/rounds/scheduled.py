@@ -18,7 +18,8 @@ learners are then blocked with nothing in flight, and a round stops waiting for 
 the same or a later step: they have sent all that precedes it. At least one such round exists, since steps cannot only
 descend around a cycle.
 
-A round with fewer than `at_least` members waits for a joiner, which therefore starts before that round's step.
+A round with fewer than `at_least` members waits for a joiner, which therefore starts before that round's step. Where
+learners of the run do not hold the round's fragment, K is at most the number of those that do.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class ScheduledSyncer(SyncerRounds):
             after_step = rounds[c.round - 1].step if c.round - 1 in rounds else math.inf
         if c.step <= after_step:
             return OUT_OF_STEP
-        round_ = rounds.setdefault(c.round, _Round(c.step, set(run.members)))
+        holders = {learner for learner, member in run.members.items() if member.holds(c.fragment)}
+        round_ = rounds.setdefault(c.round, _Round(c.step, holders))
         if c.learner in round_.contributions:
             round_.left_out.append((c, TWICE))
             return None
@@ -168,7 +170,7 @@ class ScheduledSyncer(SyncerRounds):
             other = self._open(fragment)
             if other is None or other is round_ or member.learner not in other.contributions:
                 continue
-            if self._lacks_learners(other) or other.contributions[member.learner].step >= round_.step:
+            if self._lacks_learners(fragment, other) or other.contributions[member.learner].step >= round_.step:
                 return True
         return False
 
@@ -178,7 +180,7 @@ class ScheduledSyncer(SyncerRounds):
         states = self._run.fragments
         versions = tuple(state.version for state in states)
         return all(state.phase == "open" for state in states) and all(
-            each.blocked_with == versions for each in self._run.members.values() if each.ready
+            each.is_blocked_at(versions) for each in self._run.members.values() if each.ready
         )
 
     def open_fragments(self) -> list[int]:
@@ -189,7 +191,8 @@ class ScheduledSyncer(SyncerRounds):
         if round_ is None:
             return None
         deadlines = {learner: self._run.deadlines.ends_at(member) for learner, member in self._run.members.items()}
-        return decide(now, round_.contributions, round_.members, deadlines, self._run.at_least, self._ended(round_))
+        at_least, ended = self._at_least(fragment, round_.step), self._ended(fragment, round_)
+        return decide(now, round_.contributions, round_.members, deadlines, at_least, ended)
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         """`AllLive(drop=…)` rejects contributions here, but never so many that fewer than K remain.
@@ -199,11 +202,11 @@ class ScheduledSyncer(SyncerRounds):
         """
         number = self._run.fragments[fragment].version
         round_ = self._rounds[fragment][number]
-        kept = dict(sorted(round_.contributions.items()))
+        kept, at_least = dict(sorted(round_.contributions.items())), self._at_least(fragment, round_.step)
         for learner, c in sorted(round_.contributions.items()):
             member = self._run.members.get(learner)
             is_there = member is not None and member.incarnation == c.incarnation
-            if is_there and len(kept) > self._run.at_least and self._quorum.drops(learner, fragment, number):
+            if is_there and len(kept) > at_least and self._quorum.drops(learner, fragment, number):
                 round_.left_out.append((kept.pop(learner), DROPPED))
         return ClosedRound(number, tuple(kept.values()), round_.step, frozenset(round_.members), now)
 
@@ -235,13 +238,17 @@ class ScheduledSyncer(SyncerRounds):
         end of training the others would wait in a round that no learner joins. Learners that are disconnected, or have
         not trained since they joined, are not expected to contribute (after a restart rounds still wait for them).
         """
-        run, at_least = self._run, self._run.at_least
-        if at_least == 1:
+        run = self._run
+        if run.at_least == 1:
             return None
         schedule = run.rules.schedule
-        connected = {learner for learner, member in run.members.items() if member.healthy and member.tokens > 0}
         starts = [run.step]
         for fragment, state in enumerate(run.fragments):
+            if not run.members[learner].holds(fragment):
+                continue
+            connected = {
+                it.learner for it in run.members.values() if it.healthy and it.tokens > 0 and it.holds(fragment)
+            }
             is_closing, rounds = state.phase != "open", self._rounds[fragment]
             number = state.version + is_closing
             step = rounds[state.version].step if is_closing else state.step
@@ -253,7 +260,7 @@ class ScheduledSyncer(SyncerRounds):
                     step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
                 if step > run.step:
                     break
-                if len(present | run.accounting.ended(step)) < at_least:
+                if len(present | self._ended_holders(fragment, step)) < self._at_least(fragment, step):
                     starts.append(schedule.last_send(before=step))
                     break
                 number += 1
@@ -261,21 +268,37 @@ class ScheduledSyncer(SyncerRounds):
 
     def lacks_learners(self, fragment: int) -> int | None:
         round_ = self._open(fragment)
-        return len(round_.contributions) if round_ is not None and self._lacks_learners(round_) else None
+        return len(round_.contributions) if round_ is not None and self._lacks_learners(fragment, round_) else None
 
-    def _lacks_learners(self, round_: _Round) -> bool:
+    def _lacks_learners(self, fragment: int, round_: _Round) -> bool:
         """Whether a round has contributions of all its members, and they are not enough."""
         is_complete = round_.contributions.keys() >= round_.members
-        return is_complete and len(round_.contributions) + len(self._ended(round_)) < self._run.at_least
+        present = len(round_.contributions) + len(self._ended(fragment, round_))
+        return is_complete and present < self._at_least(fragment, round_.step)
 
-    def _ended(self, round_: _Round) -> set[str]:
+    def _at_least(self, fragment: int, step: int) -> int:
+        """K of a fragment's round at this step. Where a learner that trains, or has ended, does not hold the fragment,
+        at most the number of those that do."""
+        run, at_least = self._run, self._run.at_least
+        if at_least == 1:
+            return 1
+        there = {learner for learner, member in run.members.items() if member.ready} | run.accounting.ended(step)
+        num_holders = sum(run.accounting.accounts[learner].holds(fragment) for learner in there)
+        return at_least if num_holders == len(there) else max(1, min(at_least, num_holders))
+
+    def _ended(self, fragment: int, round_: _Round) -> set[str]:
         """Learners that count for a round's `at_least` without a contribution, if it has too few contributions."""
         if len(round_.contributions) >= self._run.at_least:
             return set()
-        ended = self._run.accounting.ended(round_.step)
+        ended, members = self._ended_holders(fragment, round_.step), self._run.members.values()
         if self._are_all_blocked:
-            ended |= {it.learner for it in self._run.members.values() if it.ready and it.step >= round_.step}
+            ended |= {it.learner for it in members if it.ready and it.step >= round_.step and it.holds(fragment)}
         return ended - round_.contributions.keys()
+
+    def _ended_holders(self, fragment: int, step: int) -> set[str]:
+        """Learners that ended at this step or later, and held the fragment."""
+        accounting = self._run.accounting
+        return {learner for learner in accounting.ended(step) if accounting.accounts[learner].holds(fragment)}
 
     def _open(self, fragment: int) -> _Round | None:
         """The open round that follows the fragment's version."""

@@ -40,12 +40,12 @@ from diloco.errors import (
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, refusal
-from diloco.protocol.members import Claim, Report
+from diloco.protocol.members import NOTHING, Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import Lane
 from diloco.protocol.session.session_state import Actions, SessionState
-from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
+from diloco.protocol.session.transfers import ModelCache, Outbox
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -175,7 +175,7 @@ class SessionCore(SessionState):
             return self._say_late(now)
         self.phase, self._reason = "joining", reason
         drops = [requests.Drop(c) for c in self._outbox.contributions]
-        self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
+        self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments, self.held)
         self._welcome = self._ask = None
         self._heartbeat.start_over()
         return [*drops, requests.Warn(f"{self._claim.learner} was evicted ({reason}) and joins again")]
@@ -306,7 +306,7 @@ class SessionCore(SessionState):
         """Tell the learner whether a version may follow those that it was told of, when that changes."""
         standing, was_settled = self.standing, self._is_settled
         if self.phase == "running" and standing is not None:
-            self._is_settled = standing.settled and tuple(self._cache.held) == standing.versions
+            self._is_settled = standing.settled and self._cache.has(standing.versions)
         return [Settled(self._is_settled)] if self._is_settled != was_settled else []
 
     def _follow(self, lineage: Lineage) -> None:

@@ -8,6 +8,7 @@ and the process of the syncer that acknowledged them.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -45,9 +46,10 @@ class SessionState:
         initialises: whether this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
         num_addresses: of syncers, which are tried in turn.
+        held: the fragments that this learner holds; None: all of them. Of the others nothing is fetched.
 
     Attributes:
-        run: its name.
+        run, held: as given.
         phase: as in `session.session_core`.
         seen: the syncer that this learner follows; None: none has been heard yet.
         standing: the newest from the process of the syncer that is followed; None: none yet.
@@ -68,8 +70,9 @@ class SessionState:
         initialises: Initialises = False,
         join_timeout_s: float | None = None,
         num_addresses: int = 1,
+        held: Collection[int] | None = None,
     ) -> None:
-        self.run = run
+        self.run, self.held = run, held
         self._claim = claim  # of the newest incarnation, without its knowledge
         self.phase: SessionPhase = "entering"
         self.seen = claim.seen
@@ -85,7 +88,7 @@ class SessionState:
             reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s,
             answer_cap_s=ANSWER_CAP_S if self._is_alone else ANSWER_OF_SEVERAL_CAP_S,
         )  # fmt: skip
-        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
+        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments, held)
         self._ask: Ask | None = None  # a request for units that is not answered
         self._welcome: Standing | None = None  # the first notice of the open stream
         self._has_started = self._has_lost_join = False

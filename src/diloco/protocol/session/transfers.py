@@ -7,11 +7,11 @@ with a verdict is never sent again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco.protocol.contribution import Contribution, Verdict
-from diloco.protocol.members import Claim
+from diloco.protocol.members import NOTHING, Claim
 from diloco.protocol.session.requests import Fetch
 
 
@@ -78,19 +78,19 @@ class Outbox:
         return tuple(offer.contribution for offer in self._offers.values())
 
 
-NOTHING = -1
-"""The version of a fragment that is not fetched yet."""
-
-
 class ModelCache:
     """The versions in a learner's cache of the global model; the tensors are elsewhere.
+
+    Arguments:
+        fragments: that are fetched; None: all of them.
 
     Attributes:
         held: the version of each fragment that is fetched.
     """
 
-    def __init__(self, num_fragments: int) -> None:
+    def __init__(self, num_fragments: int, fragments: Collection[int] | None = None) -> None:
         self.held = [NOTHING] * num_fragments
+        self._fragments = sorted(range(num_fragments) if fragments is None else fragments)
         self._published = [NOTHING] * num_fragments
         self._behind: list[int] = []  # fragments with newer versions: those first that have waited longest for a fetch
         self._whole: set[int] = set()  # fragments whose next update led to a wrong digest
@@ -99,14 +99,22 @@ class ModelCache:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole model is fetched."""
-        return self._has_static and NOTHING not in self.held
+        """Whether all that the learner holds is fetched."""
+        return self._has_static and self._missing is None
+
+    @property
+    def _missing(self) -> int | None:
+        return next((fragment for fragment in self._fragments if self.held[fragment] == NOTHING), None)
+
+    def has(self, versions: Sequence[int]) -> bool:
+        """Whether these are the versions of the fragments that are fetched."""
+        return all(self.held[fragment] == versions[fragment] for fragment in self._fragments)
 
     def published(self, versions: Sequence[int]) -> None:
         """These versions of the fragments are published."""
-        for fragment, version in enumerate(versions):
-            if version > self._published[fragment]:
-                self._published[fragment] = version
+        for fragment in self._fragments:
+            if versions[fragment] > self._published[fragment]:
+                self._published[fragment] = versions[fragment]
                 if fragment not in self._behind:
                     self._behind.append(fragment)
 
@@ -118,8 +126,8 @@ class ModelCache:
 
     def next(self, claim: Claim) -> Fetch | None:
         """The next fetch; None: all newest published versions are fetched."""
-        if NOTHING in self.held:
-            return Fetch(claim, self.held.index(NOTHING), NOTHING, joining=True)
+        if (missing := self._missing) is not None:
+            return Fetch(claim, missing, NOTHING, joining=True)
         if not self._has_static:
             return Fetch(claim, None, NOTHING, joining=True)
         self._behind = [fragment for fragment in self._behind if self.held[fragment] < self._published[fragment]]
@@ -141,7 +149,8 @@ class ModelCache:
 
     def restored(self, versions: Sequence[int]) -> None:
         """The learner holds these versions, from a checkpoint."""
-        self.held = list(versions)
+        for fragment in self._fragments:
+            self.held[fragment] = versions[fragment]
 
     def distrust(self, fragment: int) -> None:
         """The update gave other bits than the published ones: fetch the whole fragment."""
