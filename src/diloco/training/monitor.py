@@ -132,7 +132,7 @@ class Monitor:
         """Report the fragments that have another version or digest than before."""
         after = fragment_versions(self._training.learner)
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
-            if new != old:
+            if new != old and new[0] >= 0:  # it has no version of a fragment that this learner does not hold
                 version, digest = new
                 self.append(ev.Adopted(step=self._training.step, fragment=fragment, version=version, digest=digest))
 
