@@ -25,15 +25,15 @@ from diloco.protocol.units import numbers, numbers_of, ranges_of
 M = TypeVar("M", bound=PreTrainedModel)
 
 
-def num_experts(config: PreTrainedConfig) -> int:
-    """E of a model's configuration. Raises ConfigError: it has no experts."""
-    values: dict[str, Any] = {key: getattr(config, key, None) for key in NUM_EXPERTS}
-    if (found := next(filter(None, values.values()), None)) is None:
-        raise ConfigError(
-            f"a model of type {config.model_type} has no experts to hold ({', '.join(NUM_EXPERTS)}); hold a part of a "
-            "mixture of experts only."
-        )
-    return int(found)
+def _num_experts(config: PreTrainedConfig) -> tuple[str, int]:
+    """The key of a configuration that has the number of experts, and the number. Raises ConfigError: there is none."""
+    for key in NUM_EXPERTS:
+        if number := getattr(config, key, None):
+            return key, number
+    raise ConfigError(
+        f"a model of type {config.model_type} has no experts to hold ({', '.join(NUM_EXPERTS)}); hold a part of a "
+        "mixture of experts only."
+    )
 
 
 def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedConfig:
@@ -46,7 +46,7 @@ def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedC
         ConfigError: the numbers are not ascending, or beyond the model's; they are fewer than the router chooses, or do
             not fill its groups.
     """
-    number, held = num_experts(config), ranges_of((expert, expert + 1) for expert in experts)
+    (key, number), held = _num_experts(config), ranges_of((expert, expert + 1) for expert in experts)
     if not experts or list(experts) != numbers_of(held) or not 0 <= experts[0] <= experts[-1] < number:
         raise ConfigError(
             f"the experts {list(experts)} cannot be held of a model with {number}; name numbers from 0 to {number - 1} "
@@ -60,7 +60,7 @@ def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedC
             "(num_experts_per_tok); hold as many or more."
         )
     part: Any = copy.deepcopy(config)
-    setattr(part, next(key for key in NUM_EXPERTS if getattr(config, key, None)), len(experts))
+    setattr(part, key, len(experts))
     if num_groups := getattr(config, "n_group", None):
         left = Counter(expert // (number // num_groups) for expert in experts)
         part.n_group, part.topk_group = len(left), min(choices.topk_group, len(left))
@@ -133,6 +133,6 @@ def experts_to_hold(text: str, config: PreTrainedConfig, method: Method) -> Held
     Raises:
         ConfigError: as `HeldExperts.of` and `part_config`.
     """
-    held = HeldExperts.of(f"{text} of {num_experts(config)}", method)
+    held = HeldExperts.of(f"{text} of {_num_experts(config)[1]}", method)
     part_config(config, held.experts)
     return held

@@ -90,18 +90,13 @@ class Mixture:
         since, self._read = counts - self._read.to(counts.device), counts
         whole = self.ranks.sum(torch.cat([since.double(), entropy.unsqueeze(1).to(counts.device)], 1)).cpu()
         rows = zip(self._routed.found, whole[:, :-1].long().tolist(), strict=True)
-        tokens = tuple(tuple(row[: block.num_experts]) for block, row in rows)
-        not_held = 0
-        if (held := self._held) is not None:  # the numbers of the events are the run's
-            tokens = tuple(
-                tuple(dict(zip(held.experts, row, strict=True)).get(expert, 0) for expert in range(held.num_experts))
-                for row in tokens
-            )
+        tokens, not_held = tuple(tuple(row[: block.num_experts]) for block, row in rows), 0
+        if (held := self._held) is not None:  # experts have the numbers of the run
+            of_run = [dict(zip(held.experts, row, strict=True)) for row in tokens]
+            tokens = tuple(tuple(row.get(expert, 0) for expert in range(held.num_experts)) for row in of_run)
             not_held = held.num_experts - len(held.experts)
         entropies = tuple((whole[:, -1] / self.ranks.size).tolist())
-        return ev.Routed(
-            step=step, blocks=self._routed.blocks, tokens=tokens, entropy=entropies, not_held=not_held
-        )  # fmt: skip
+        return ev.Routed(step=step, blocks=self._routed.blocks, tokens=tokens, entropy=entropies, not_held=not_held)
 
     def close(self) -> None:
         """Stop counting; the model can be dropped."""
