@@ -125,9 +125,9 @@ def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(name: str)
     merges = [event for event in events if event[0] == "merge"]
     assert len(merges) > 4
     assert any(len(set(event[2])) < LEARNERS for event in merges)  # learners are in different rounds
-    layout = described(make_model(scenario, 0, whole=True), method, scenario.buffers or "refuse", "exchange", read_dtensor).layout(  # type: ignore[arg-type]
-        method
-    )
+    buffers: Any = scenario.buffers or "refuse"
+    whole = make_model(scenario, 0, whole=True)
+    layout = described(whole, method, buffers, "exchange", read_dtensor).layout(method)
     trainees = [Trainee(scenario, m, layout) for m in range(LEARNERS)]
     start = Trainee(replace(scenario, holds={}), 0, layout).tensors()
     Reference(method, layout, trainees, start).run(events)

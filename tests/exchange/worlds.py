@@ -62,12 +62,14 @@ def in_virtual_time(scenarios: Sequence[Scenario], _: Path) -> dict[str, list[Re
     """Over modelled links, by learners of unequal speed: what arrives when is another matter than in any other world.
     As over a syncer, all are there before the first step.
 
+    A run in which parts are held is not resumed: one learner has trained before the next brings back what that holds.
     Eager learners have equal links and speeds: a part of theirs is that of those who are live, and who is quicker
         leaves earlier.
     """
     return {
         scenario.name: _local(_all_present(scenario), _over_links(alike="Eager" in str(scenario.method)))
         for scenario in scenarios
+        if not (scenario.holds and scenario.resume_at)
     }
 
 

@@ -144,12 +144,15 @@ def test_a_checkpoint_continues_exactly_and_only_with_the_same_experts(sync_ever
     diloco.run_local(other, learners=1)
 
 
-def attach_alone(text: Any, *, method: diloco.Method = METHOD, experts: int = 2, **options: Any) -> None:
+def attach_beside_a_whole_one(
+    text: Any, *, method: diloco.Method = METHOD, experts: int = 2, **options: Any
+) -> None:  # fmt: skip
     def life(index: int, exchange: Exchange) -> None:
-        learner, _, _ = attached(exchange, text, method=method, model=mixture(experts=experts), **options)
+        own: dict[str, Any] = {"model": mixture(experts=experts), **options} if index == 0 else {"model": mixture()}
+        learner, _, _ = attached(exchange, text if index == 0 else None, method=method, **own)
         learner.close()
 
-    diloco.run_local(life, learners=1)
+    diloco.run_local(life, learners=2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def attach_alone(text: Any, *, method: diloco.Method = METHOD, experts: int = 2,
 )
 def test_a_text_that_names_no_part_of_the_model_is_refused(text: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        attach_alone(text)
+        attach_beside_a_whole_one(text)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +184,16 @@ def test_a_text_that_names_no_part_of_the_model_is_refused(text: Any, reason: st
 )
 def test_a_method_without_groups_of_experts_is_refused(method: diloco.Method, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        attach_alone("0-1 of 4", method=method)
+        attach_beside_a_whole_one("0-1 of 4", method=method)
 
 
 def test_what_excludes_a_part_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trains_experts='0' exclude each other: a learner trains all that it holds"):
-        attach_alone("0-1 of 4", trains_experts="0")
+        attach_beside_a_whole_one("0-1 of 4", trains_experts="0")
     with pytest.raises(ConfigError, match=r"Learner\(whole=…\) has no effect on a learner that holds the whole model"):
-        attach_alone(None, experts=4, whole=mixture())
-    with pytest.raises(LayoutError, match=r"tensor 'embed.weight' is .* here and missing there"):
-        attach_alone("0-1 of 4", whole=nn.Sequential(nn.Linear(2, 2)))
+        attach_beside_a_whole_one(None, experts=4, whole=mixture())
+    with pytest.raises(LayoutError, match=r"'layers.0.gate.weight.0' is .*weight' here and .* there"):
+        attach_beside_a_whole_one("0-1 of 4", whole=mixture(experts=6))
 
 
 def test_a_tensor_with_a_row_for_each_expert_must_be_in_the_fragments() -> None:

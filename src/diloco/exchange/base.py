@@ -368,7 +368,7 @@ def require_experts_trained(
             if found is not None and index not in found and (expert := Experts.expert_of(place.spec)) is not None:
                 raise ConfigError(
                     f"no learner trains expert {expert} ({place.spec.name!r}), which would stay as it was initialised; "
-                    "name it in trains_experts of one, train.trains_experts in its run file."
+                    "name it in trains_experts or holds_experts of one, under [train] in its run file."
                 )
 
 

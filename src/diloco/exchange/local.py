@@ -291,15 +291,15 @@ class Local(Exchange):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model, and the syncer's accounts of this learner. Where the schedule calls rounds, all
-        contributions are part of it; elsewhere, contributions in flight or in an open round are not, and their learner
-        counts that work as pending again. Empty for a learner that was drained after an eviction."""
+        """The global fragments that this learner holds, and the syncer's accounts of it. Where the schedule calls
+        rounds, all contributions are part of it; elsewhere, contributions in flight or in an open round are not, and
+        their learner counts that work as pending again. Empty for a learner that was drained after an eviction."""
         driver, name = self._run.driver, self._name
         assert driver is not None
         if name not in driver.core.members:
             return {}
-        held = [driver.state.model.held(f) for f in range(len(driver.state.versions))]
-        fragments = {str(f): each.state_dict() for f, each in enumerate(held)}
+        held = range(len(driver.state.versions)) if self.held is None else self.held
+        fragments = {str(f): driver.state.model.held(f).state_dict() for f in held}
         return {"fragments": fragments, "core": driver.core.saved_of(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ copies, repairs and checkpoints make to one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,11 @@ def rolled_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[s
 
 
 def rewound(
-    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, fragments: Collection[int]
 ) -> Mapping[str, Any]:  # fmt: skip
     """A record with the state of a member from its checkpoint (`SyncerCore.saved_of`).
 
-    `with_run`: also take the clock and the rounds of the run from there.
+    `fragments`: those whose steps are taken from there; with them, the clock and the rounds of the run.
 
     Raises:
         ValueError, TypeError or LookupError: `saved` is no such state.
@@ -81,10 +81,13 @@ def rewound(
     _require_ledgers(saved["ledgers"])
     member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
     account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
-    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    run = {key: saved[key] for key in ("step", "rounds")} if fragments else {}
+    steps = zip(record["fragment_steps"], saved["fragment_steps"], strict=True)
+    own = [theirs if fragment in fragments else ours for fragment, (ours, theirs) in enumerate(steps)]
     return {
         **record,
         **run,
+        "fragment_steps": own,
         "members": {**record["members"], learner: member},
         "accounts": {**record["accounts"], learner: account},
     }

@@ -152,14 +152,15 @@ class VirtualRun:
 
     def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[GlobalFragment]:
         """Restore a learner's accounts from its checkpoint (`Local.state_dict`), and, before any learner has
-        trained, the model and the rounds of the run. Returns the run's fragments."""
+        trained, the fragments that it holds, and the rounds of the run. Returns the run's fragments."""
         assert self.syncer is not None
         core, model = self.syncer.driver.core, self.syncer.driver.state.model
         saved = self.syncer.store.load()
         assert saved is not None
-        record = rewound(core.saved().values, name, state["core"], with_run=not self.has_trained)
+        back = set() if self.has_trained else {int(f) for f in state["fragments"]}
+        record = rewound(core.saved().values, name, state["core"], fragments=back)
         fragments = tuple(
-            model.held(f) if self.has_trained else _held(model.held(f), state["fragments"][str(f)])
+            _held(model.held(f), state["fragments"][str(f)]) if f in back else model.held(f)
             for f in range(len(model.versions))
         )
         contributors = tuple(model.contributors)
@@ -167,14 +168,11 @@ class VirtualRun:
         return fragments
 
     def matches(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run's model has the versions and bits of a checkpoint."""
+        """Whether the run's model has the versions and bits of a checkpoint, as far as its learner holds it."""
         assert self.driver is not None
-        held = [self.driver.state.model.held(f) for f in range(len(self.driver.state.versions))]
-        saved = [state["fragments"][str(f)] for f in range(len(held))]
-        return all(
-            each.version == at["version"] and torch.equal(each.theta, at["theta"])
-            for each, at in zip(held, saved, strict=True)
-        )
+        model = self.driver.state.model
+        pairs = ((model.held(int(f)), saved) for f, saved in state["fragments"].items())
+        return all(each.version == at["version"] and torch.equal(each.theta, at["theta"]) for each, at in pairs)
 
     # --- faults, and the end ------------------------------------------------------------------------------------------
 

@@ -277,12 +277,12 @@ class ScheduledSyncer(SyncerRounds):
         return is_complete and present < self._at_least(fragment, round_.step)
 
     def _at_least(self, fragment: int, step: int) -> int:
-        """K of a fragment's round at this step. Where a learner that trains, or has ended, does not hold the fragment,
-        at most the number of those that do."""
+        """K of a fragment's round at this step. Where a learner that has joined, or has ended, does not hold the
+        fragment, at most the number of those that do. A holder counts before its first step: the round waits for it."""
         run, at_least = self._run, self._run.at_least
         if at_least == 1:
             return 1
-        there = {learner for learner, member in run.members.items() if member.ready} | run.accounting.ended(step)
+        there = {learner for learner, it in run.members.items() if not it.finished} | run.accounting.ended(step)
         num_holders = sum(run.accounting.accounts[learner].holds(fragment) for learner in there)
         return at_least if num_holders == len(there) else max(1, min(at_least, num_holders))
 
