@@ -388,7 +388,7 @@ def _scenarios() -> list[Scenario]:
             buffers="average",
             resume_at=7,
             holds={0: "0-1 of 6", 1: "2-3 of 6", 2: "4-5 of 6"},
-        ),  # fmt: skip
+        ),
         Scenario("parts, resumed", experts["tokens"].to_dict(), experts=parts, buffers="average", resume_at=7),
         Scenario("other buffers", methods["diloco"].to_dict(), fault="buffers", buffers="average"),
         Scenario("other base", methods["diloco"].to_dict(), fault="base", static="digest"),
