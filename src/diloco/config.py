@@ -5,8 +5,10 @@ value and, for a misspelt key, the nearest known one. The resolved configuration
 """
 
 import copy
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,6 +24,9 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 MAX_GROUP_BYTES, GROUP_HEADER_BYTES, MAX_TASK = 5 << 20, 1 << 16, 64
 """Of one group of reinforcement learning, of what it has beside its tokens at most, and characters of a task's name."""
+
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""The number of a mixture's experts in configurations of transformers: one of these keys."""
 
 MUON_PRESET = "MuLoCo"
 """The preset whose default inner optimizer is Muon."""
@@ -53,6 +58,17 @@ class ModelTable(BaseModel):
     def settings(self) -> dict[str, Any]:
         """The keys that belong to the model's own configuration."""
         return dict(self.model_extra or {})
+
+    @property
+    def num_experts(self) -> int | None:
+        """The experts of a mixture, where the table or the model's config.json has their number."""
+        path = self.config or (None if self.weights is None else Path(self.weights) / "config.json")
+        known: Any = {}
+        if path is not None and path.is_file():
+            with suppress(OSError, ValueError):  # reported when the model is built
+                known = json.loads(path.read_text(encoding="utf-8"))
+        values = {**(known if isinstance(known, dict) else {}), **self.settings}
+        return next((values[key] for key in NUM_EXPERTS if isinstance(values.get(key), int)), None)
 
 
 class DataTable(Table):
@@ -151,6 +167,7 @@ class TrainTable(Table):
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     # the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11"; default: all
     trains_experts: str | None = None
+    holds_experts: str | None = None  # those that this learner holds, of which it trains all; default: all
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
     expert_parallel: int | None = Field(default=None, ge=2)
@@ -168,10 +185,17 @@ class TrainTable(Table):
 
     @model_validator(mode="after")
     def _names_experts(self) -> Self:
-        try:
-            number_ranges("trains_experts", "0" if self.trains_experts is None else self.trains_experts)
-        except ConfigError as error:
-            raise ValueError(str(error).removesuffix(".")) from error
+        for key in ("trains_experts", "holds_experts"):
+            try:
+                number_ranges(key, "0" if getattr(self, key) is None else getattr(self, key))
+            except ConfigError as error:
+                raise ValueError(str(error).removesuffix(".")) from error
+        self.refuse_unused(
+            *(
+                (key, self.holds_experts is None, "beside holds_experts: a learner trains what it holds, unsharded")
+                for key in ("trains_experts", "expert_parallel")
+            )
+        )
         return self
 
 
@@ -504,7 +528,24 @@ def parse_config(
         of_learner = _read(_merged(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
             resolved = of_learner
+    _require_holders(config, source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
+
+
+def _require_holders(config: RunConfig, source: str) -> None:
+    """Raise ConfigError if the tables of all planned learners give them parts of the experts, together not all."""
+    texts = [own.get("train", {}).get("holds_experts") for own in config.learner.values()]
+    if len(texts) < config.run.learners or None in texts:
+        return
+    held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
+    missing = 0  # the first expert that is not held
+    for first, stop in held:
+        missing = max(missing, stop) if first <= missing else missing
+    if missing < (config.model.num_experts or held[-1][1]):
+        raise ConfigError(
+            f"{source}: no learner holds expert {missing}, which would stay as it was initialised; name it in "
+            "train.holds_experts of one"
+        )
 
 
 def _read(tables: Mapping[str, Any], overrides: Sequence[str], source: str) -> RunConfig:

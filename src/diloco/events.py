@@ -68,6 +68,7 @@ class Routed(Event, kind="routed"):
     blocks: tuple[str, ...]  # of the model, in its order
     tokens: tuple[tuple[int, ...], ...]  # routed to each expert, by block
     entropy: tuple[float, ...]  # of the softmax of the router's logits, by block: mean over tokens, nats
+    not_held: int = 0  # experts that the learner does not hold, so that none of its tokens go there
 
 
 class Evaluated(Event, kind="evaluated"):

@@ -52,7 +52,7 @@ def run_pair(*configs: RunConfig) -> list[tuple[Summary, Trainer]]:
     def life(index: int, exchange: Exchange) -> tuple[Summary, Trainer]:
         config = configs[index]
 
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> diloco.Learner:
             method, trains = method_from_table(config.method), config.train.trains or None
             return diloco.Learner(model, optimizer, method=method, exchange=exchange, trains=trains)
 

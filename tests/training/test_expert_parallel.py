@@ -100,7 +100,7 @@ def reference(config: RunConfig, learners: int, num_ranks: int) -> None:
     """The same learners in one process; the first takes its batches in as many parts as its ranks do."""
 
     def life(index: int, exchange: Exchange) -> Summary:
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> AnyLearner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> AnyLearner:
             method = method_from_table(config.method)
             return diloco.Learner(model, optimizer, method=method, exchange=exchange, buffers=buffer_roles(model))
 

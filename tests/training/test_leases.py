@@ -105,7 +105,7 @@ def test_learners_in_one_process_lease_too(tiny: Tiny) -> None:
     config = tiny(*LEASES)
 
     def life(index: int, exchange: Exchange) -> tuple[int, dict[str, Any]]:
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
         summary = Trainer(config, LearnerSpec(f"pair-{index}"), attach=attach).train()

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -
 
 
 def attach_to(config: RunConfig, exchange: Exchange) -> Any:
-    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int, _: Any) -> AnyLearner:
         return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
     return attach

@@ -134,7 +134,7 @@ def run_local(config: RunConfig) -> list[dict[str, Tensor]]:
     """Two learners of the run in one process; the state of each model at its end."""
 
     def life(index: int, exchange: Exchange) -> tuple[Summary, dict[str, Tensor]]:
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> AnyLearner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> AnyLearner:
             method = method_from_table(config.method)
             return diloco.Learner(model, optimizer, method=method, exchange=exchange, buffers=buffer_roles(model))
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
     )  # budgets of tokens end when their news come
 
     def life(index: int, exchange: Exchange) -> torch.Tensor:
-        def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> diloco.Learner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
         trainer = Trainer(config, LearnerSpec(f"part-{index}", shard=index), attach=attach)

@@ -22,6 +22,7 @@ import diloco
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
+from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Stepped
 from diloco.exchange.base import Exchange
@@ -34,6 +35,7 @@ from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import checkpoint_state
+from diloco.training.rank_group import RankGroup
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 pytestmark = pytest.mark.timeout(900)  # each test includes processes that import torch
@@ -115,7 +117,7 @@ def run_pair(config: RunConfig) -> list[Summary]:
     """The same two learners in one process; the first takes its batches in two halves, as its two ranks do."""
 
     def life(index: int, exchange: Exchange) -> Summary:
-        def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, _: Any) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
         train = config.train.model_copy(update={"accumulate": 2 - index})
@@ -280,3 +282,34 @@ def test_a_pool_has_no_effect_over_a_process_group_and_is_refused(
         main(["train", str(tmp_path / "run.toml"), "--collective"])
     assert ended.value.code == 2
     assert "[pool] needs a syncer" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_a_part_of_the_experts_beside_a_process_with_the_others(tiny: Tiny, tmp_path: Path) -> None:
+    overrides = (
+        "model={type='mixtral', num_local_experts=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2, "
+        "num_attention_heads=2, num_key_value_heads=2}",
+        DILOCO_6.replace("sync_every=6", "sync_every=6, fragments={type='Experts', groups=4, trunk={type='Whole'}}"),
+        "warm_start.steps=6", "checkpoint.every_steps=12", "run.tokens=512_000", "run.steps=24", "schedule.steps=24",
+    )  # fmt: skip
+    method = method_from_table(tiny(*overrides).method)
+    with Syncer("tiny", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
+        own, other = (
+            tiny(f"syncer.address={syncer.address}", f"train.holds_experts='{held}'", *overrides)
+            for held in ("0-3", "4-7")
+        )
+        with torchrun(other, tmp_path / "job", "--shard", "1", "--json") as process:
+            part = LearnerSpec("learner-0", initialise=True)
+            alone = Trainer(own, part, attach=_connector(own, part, StopRequest())).train()
+            summary = json.loads(finish(process))
+    assert (alone.metrics["versions"], summary["metrics"]["versions"]) == ([3, 3, -1, -1, 3], [-1, -1, 3, 3, 3])
+    saved = load_checkpoint(list_checkpoints(other.dir / "learner-1" / "checkpoints")[-1])
+    assert (saved["step"], saved["held"]) == (24, [4, 5, 6, 7])
+    shapes = {each.shape for state in saved["optimizer"]["state"].values() for each in state.values()}
+    assert torch.Size((4, 16, 24)) in shapes
+    assert all(shape[:1] != (8,) for shape in shapes)
+
+    with pytest.raises(ConfigError, match="a learner of several ranks that holds a part of the experts"):
+        ranks = RankGroup()
+        ranks.size = 2
+        Trainer(own, part, ranks=ranks)

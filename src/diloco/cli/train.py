@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from diloco.protocol.session.joining import Initialises
     from diloco.tracking.feed import Feed
-    from diloco.training.learners import AnyLearner, Attach
+    from diloco.training.learners import AnyLearner, Attach, Holding
     from diloco.training.loop import Trainer
     from diloco.training.rank_group import RankGroup
     from diloco.training.spec import LearnerSpec, StopRequest, Summary
@@ -169,7 +169,8 @@ def _train(
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
                 summary = trainer.train()
         if job.is_first:
-            print_result(as_json, asdict(summary), _sentence(summary))
+            model = "the global model" if config.train.holds_experts is None else "its part of the global model"
+            print_result(as_json, asdict(summary), _sentence(summary, model))
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
 
@@ -199,8 +200,8 @@ def _trainer(
     return Trainer(config, part, attach=attach, progress=progress, peers=job, feed=feed)
 
 
-def _sentence(summary: "Summary") -> str:
-    loss = "" if summary.held_out_loss is None else f"; held-out loss of the global model {summary.held_out_loss:.4f}"
+def _sentence(summary: "Summary", model: str) -> str:
+    loss = "" if summary.held_out_loss is None else f"; held-out loss of {model} {summary.held_out_loss:.4f}"
     trained = f"{summary.tokens:,} tokens up to step {summary.steps:,}, in {summary.seconds:.1f} s"
     again = "; --resume continues from here" if summary.reason == "stopped" and summary.steps else ""
     return f"{summary.name} trained {trained}{loss}{again}"
@@ -210,7 +211,7 @@ def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") 
     """The function that connects this learner to the syncer; `stopping` interrupts its waiting."""
     syncer = config.syncer
 
-    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
+    def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int, holding: "Holding") -> "AnyLearner":
         import diloco
         from diloco.training.checkpoint import lineage_of
         from diloco.training.mixture import buffer_roles
@@ -221,7 +222,7 @@ def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") 
             learner=part.name,
             keys=syncer.keys,
             insecure=syncer.insecure,
-            initialise=part.initialise,
+            initialise=part.initialise if holding.experts is None or holding.whole is not None else False,
             initial_step=steps,
             initial_tokens=tokens,
             source=_source(config, part),
@@ -234,7 +235,8 @@ def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") 
             refused.callback(exchange.close)
             learner = diloco.Learner(
                 model, optimizer, exchange=exchange, trains=table.trains or None, trains_experts=table.trains_experts,
-                overlap=table.overlap, rewarm_steps=table.rewarm_steps, buffers=buffer_roles(model),
+                holds_experts=holding.experts, whole=holding.whole, overlap=table.overlap,
+                rewarm_steps=table.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
             refused.pop_all()
         stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks

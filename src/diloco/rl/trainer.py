@@ -117,6 +117,7 @@ def _refuse_unused(config: RunConfig) -> None:
         "warm_start.steps": config.warm_start.steps, "warm_start.checkpoint": config.warm_start.checkpoint,
         "evaluate.every_steps": config.evaluate.every_steps, "checkpoint.every_steps": config.checkpoint.every_steps,
         "train.expert_parallel": config.train.expert_parallel, "train.trains_experts": config.train.trains_experts,
+        "train.holds_experts": config.train.holds_experts,
     }  # fmt: skip
     for key, value in unused.items():
         if value:

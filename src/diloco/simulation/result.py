@@ -47,6 +47,7 @@ class SimulationResult:
             pool that had shrunk.
         spans: by learner, its activities.
         loss: held-out loss of the newest global model with which a learner ended, nats per token; None if none ended.
+            Where learners hold parts of a mixture: of the syncer's model at the end, with all experts.
         duration_s: virtual seconds until the last learner ended or was killed.
         tokens: tokens trained by the run, as the syncer counted them.
         losses, training_losses: of the global model and of the learners' steps over virtual time: see `read_losses`.

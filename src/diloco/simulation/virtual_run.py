@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load
 from torch import nn
 from torch.optim import Optimizer
 
 from diloco import events
 from diloco.config import RunConfig
+from diloco.core.layout import Layout, named_tensors
 from diloco.core.method import Method
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
@@ -36,10 +38,14 @@ from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.data.corpus import load_corpus
-from diloco.training.learners import AnyLearner
+from diloco.training.data.streams import held_out_batches
+from diloco.training.held_out import BATCH, evaluate
+from diloco.training.learners import AnyLearner, Holding
 from diloco.training.loop import CHECKPOINTS, Trainer
 from diloco.training.mixture import buffer_roles
+from diloco.training.model import build_model
 from diloco.training.progress import ProgressDisplay
+from diloco.training.rank_group import choose_device
 from diloco.training.spec import Clock, LearnerSpec, SharedInputs, Summary
 
 
@@ -151,6 +157,9 @@ class _Simulation:
             log.append(events.Finished(steps=steps, tokens=result.tokens, seconds=result.duration_s, reason="stopped"))
         logs = (self._directory / name / "events.jsonl" for name in self._names)
         result.losses, result.training_losses = read_losses(logs)
+        if any(config.train.holds_experts is not None for config in self._configs):  # they evaluate their parts
+            result.loss = self._loss_of_whole_model()
+            result.losses = [] if result.loss is None else [(result.duration_s, result.loss)]
         return result
 
     def _train_all(self) -> list[Summary | Lost]:
@@ -175,12 +184,14 @@ class _Simulation:
         def now_s() -> float:
             return exchange.now_s
 
-        def attach(model: nn.Module, optimizer: Optimizer, steps: int, tokens: int) -> AnyLearner:
+        def attach(
+            model: nn.Module, optimizer: Optimizer, steps: int, tokens: int, holding: Holding
+        ) -> AnyLearner:  # fmt: skip
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(
                 model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
-                trains_experts=config.train.trains_experts, overlap=config.train.overlap,
-                rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
+                trains_experts=config.train.trains_experts, holds_experts=holding.experts, whole=holding.whole,
+                overlap=config.train.overlap, rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
 
         def stepped_alone() -> None:
@@ -201,6 +212,19 @@ class _Simulation:
             summary = Lost()
         self._ended_s[index] = exchange.now_s
         return summary
+
+    def _loss_of_whole_model(self) -> float | None:
+        """The held-out loss of the syncer's model, with all experts and free routing; None: the run has no model."""
+        if self._run.driver is None or not self._run.has_model:
+            return None
+        config, corpus, held = self._configs[0], self._shared.corpus, self._run.driver.state.model
+        length, layout = config.data.sequence_length, held.layout
+        assert isinstance(layout, Layout)
+        thetas = [held.held(index).theta for index in range(len(held.versions))]
+        state = named_tensors(layout, thetas) | (load(held.static) if held.static else {})
+        model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
+        batches = held_out_batches(corpus, length, config.evaluate.sequences, BATCH)
+        return evaluate(model.to(choose_device(config.train.device)), state, batches)
 
     def _warm_step_s(self, index: int, step: int) -> float:
         known_s, config = self._scenario.warm_step_s(step), self._configs[index]

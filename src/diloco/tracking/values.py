@@ -183,7 +183,7 @@ def _load(event: ev.Routed) -> dict[str, float]:
     for block, tokens, entropy in zip(event.blocks, event.tokens, event.entropy, strict=True):
         prefix, total = f"experts/{block}", max(1, sum(tokens))
         values[f"{prefix}/router_entropy"] = entropy
-        values[f"{prefix}/idle"] = float(tokens.count(0))
+        values[f"{prefix}/idle"] = float(tokens.count(0) - event.not_held)
         values |= {f"{prefix}/load_{expert}": number / total for expert, number in enumerate(tokens)}
     return values
 

@@ -193,6 +193,12 @@ def lineage_of(path: Path) -> dict[str, Any] | None:
     return lineage
 
 
+def has_joined(path: Path) -> bool:
+    """Whether the learner of a loadable checkpoint was one of a run that had a model."""
+    with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
+        return bool(json.loads((path / _MANIFEST).read_bytes())["state"]["joined"])
+
+
 def _instead(path: Path) -> str:
     earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
     return f"resume from {earlier[-1]} instead" if earlier else "there is no earlier one, start afresh"

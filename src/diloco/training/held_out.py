@@ -101,12 +101,15 @@ class HeldOutEvaluator:
     Arguments:
         losses: losses by the digest of the global model, shared by the evaluators of one process; None: this evaluator
             remembers its last loss.
+
+    Attributes:
+        model: computes the loss; the learner's.
     """
 
     def __init__(
         self, model: nn.Module, corpus: Corpus, config: RunConfig, losses: dict[Hashable, float] | None = None
     ) -> None:
-        self._model = model
+        self.model = model
         self._table = config.evaluate
         self._context = config.data.sequence_length
         self._is_bytes = corpus.is_bytes
@@ -125,8 +128,8 @@ class HeldOutEvaluator:
 
     def loss(self, learner: AnyLearner, ranks: RankGroup) -> float:
         """The held-out loss of the learner's current global model, in nats per token; every rank calls it."""
-        with global_values(self._model, learner, ranks) as state:
-            own = 0.0 if state is None else evaluate(self._model, state, self._batches)
+        with global_values(self.model, learner, ranks) as state:
+            own = 0.0 if state is None else evaluate(self.model, state, self._batches)
         loss = ranks.from_first(own)
         if not self._is_shared:
             self._losses.clear()
@@ -142,9 +145,9 @@ class HeldOutEvaluator:
         """Text that the learner's global model generates after the run's prompt; empty unless its tokens are bytes, and
         on a rank that computes nothing. Every rank calls it."""
         table = self._table
-        with global_values(self._model, learner, ranks) as state:
+        with global_values(self.model, learner, ranks) as state:
             if state is None or not (self._is_bytes and table.sample_bytes):
                 return ""
             return sample_bytes(
-                self._model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
+                self.model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
             )

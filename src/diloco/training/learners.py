@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,8 +84,17 @@ class StandaloneLearner:
 
 AnyLearner = Learner | StandaloneLearner
 
-Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
-"""Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained)."""
+
+class Holding(NamedTuple):
+    """The arguments `holds_experts` and `whole` of `Learner`."""
+
+    experts: str | None = None
+    whole: nn.Module | None = None
+
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int, Holding], AnyLearner]
+"""Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained, what
+the model holds)."""
 
 
 class WarmStartedCollective(Collective):
@@ -120,7 +129,7 @@ class WarmStartedCollective(Collective):
 def attach_to_group(process_group: dist.ProcessGroup, method: Method, table: TrainTable) -> Attach:
     """A function that makes each rank of a process group a learner by `method`. `table`: [train] of its run file."""
 
-    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int, _: Holding) -> AnyLearner:
         exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
         # Data parallel over the tokens of all ranks moves every bias alike; otherwise merges average them.
         buffers = buffer_roles(model, "local" if method.exchanged == "gradients" else "average")

@@ -9,14 +9,17 @@ from torch import nn
 
 from diloco import events as ev
 from diloco.config import RunConfig, TrainTable, dump_config
-from diloco.core.presets import DataParallel
+from diloco.core.presets import DataParallel, method_from_table
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
+from diloco.learner.held import HeldExperts
 from diloco.learner.learner import FINISH_TIMEOUT_S
 from diloco.tracking.feed import Feed
-from diloco.training.checkpoint import load_checkpoint, save_checkpoint
+from diloco.training.checkpoint import has_joined, load_checkpoint, save_checkpoint
 from diloco.training.data.corpus import load_corpus
+from diloco.training.expert_part import experts_to_hold
 from diloco.training.held_out import HeldOutEvaluator
 from diloco.training.learners import AnyLearner, Attach, attach_to_group
+from diloco.training.model import model_config
 from diloco.training.monitor import Monitor, fragment_versions
 from diloco.training.optimizers import describe_optimizer, learning_rate
 from diloco.training.progress import ProgressDisplay
@@ -78,7 +81,10 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
-        self._training = TrainingState(config, corpus, self._ranks, self._clock, peers)
+        self._training = TrainingState(
+            config, corpus, self._ranks, self._clock, peers, held=self._held_experts(corpus.vocab_size),
+            begins_whole=self._begins_whole,
+        )  # fmt: skip
         self._evaluator = HeldOutEvaluator(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
@@ -89,6 +95,31 @@ class Trainer:
             sizes.add(config.train.global_batch if self._peers is None else config.share)
         for size in sizes:
             self._ranks.check_batch(size, config.train.accumulate)
+
+    def _held_experts(self, vocab_size: int) -> HeldExperts | None:
+        """The experts that this learner is to hold; None: all. Raises ConfigError for a set that cannot work."""
+        config, text = self.config, self.config.train.holds_experts
+        if text is None or self.spec.role == "baseline":
+            return None
+        if self.spec.role == "isolated" or self._peers is not None:
+            raise ConfigError(
+                "train.holds_experts needs a syncer, which holds the experts that this learner does not; drop it"
+            )
+        if self._ranks.size > 1 and self._begins_whole:
+            raise ConfigError(
+                "a learner of several ranks that holds a part of the experts (train.holds_experts) cannot initialise "
+                "the run; let a learner of one process do it"
+            )
+        table = model_config(config.model, vocab_size, config.data.sequence_length)
+        return experts_to_hold(text, table, method_from_table(config.method))
+
+    @property
+    def _begins_whole(self) -> bool:
+        """Whether this learner has a whole model at first, from which it may initialise the run, also where it is to
+        hold a part of it."""
+        if self.config.train.holds_experts is None:
+            return True
+        return self._initialises and (self.spec.resume_from is None or not has_joined(self.spec.resume_from))
 
     @property
     def model(self) -> nn.Module:
@@ -207,23 +238,28 @@ class Trainer:
             raise ConfigError(
                 "train.trains_experts needs other learners, and an isolated one exchanges nothing; drop it"
             )
+        training.take_part()
         if spec.role != "baseline":
             training.select_shard(spec.shard, self.config.learner_batch)
             training.exclude_untrained()
         if spec.role == "learner":
             assert self._attach is not None
             self._monitor.say("joins the run")
+            if self._initialises and not self._begins_whole:
+                self._monitor.say("cannot begin the run from its part of the model, and waits until the run has one")
             steps = training.step
             try:
                 training.attach(self._attach)
             except (AuthError, StoppedError):
                 self._has_joined = False
+                training.return_part()
                 raise
             if training.step < steps and not resumed:
                 raise ConfigError(
                     f"the warm start made {steps} steps but the run starts at {training.step}: "
                     "this exchange cannot take them over; set warm_start.steps = 0"
                 )
+        self._evaluator.model = self.model
         training.reset_token_estimate()
 
     def _finish(self, reason: str, seconds: float, *, interrupted: bool) -> Summary:

@@ -10,6 +10,7 @@ from diloco import events as ev
 from diloco.core.names import named_buffers
 from diloco.errors import ConfigError
 from diloco.learner.experts import RoutedTokens
+from diloco.learner.held import HeldExperts
 from diloco.learner.roles import Buffers
 from diloco.training.rank_group import RankGroup
 
@@ -42,6 +43,7 @@ class Mixture:
 
     Arguments:
         speed: γ, by which a balancing bias moves at each step; None: `BIAS_SPEED`.
+        held: the experts that the model has; None: all.
 
     Attributes:
         ranks: all ranks that take the same steps. Their tokens are counted together.
@@ -50,9 +52,11 @@ class Mixture:
         ConfigError: a speed is given, and the model has no balancing bias.
     """
 
-    def __init__(self, model: nn.Module, ranks: RankGroup, speed: float | None) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: RankGroup, speed: float | None, held: HeldExperts | None = None
+    ) -> None:
         self.ranks = ranks
-        self._routed = RoutedTokens(model, entropy=True)
+        self._routed, self._held = RoutedTokens(model, entropy=True), held
         routers = (block.router for block in self._routed.found)
         self._biased = [(index, router) for index, router in enumerate(routers) if hasattr(router, BIAS)]
         if speed is not None and not self._biased:
@@ -86,6 +90,14 @@ class Mixture:
         since, self._read = counts - self._read.to(counts.device), counts
         whole = self.ranks.sum(torch.cat([since.double(), entropy.unsqueeze(1).to(counts.device)], 1)).cpu()
         rows = zip(self._routed.found, whole[:, :-1].long().tolist(), strict=True)
-        tokens = tuple(tuple(row[: block.num_experts]) for block, row in rows)
+        tokens, not_held = tuple(tuple(row[: block.num_experts]) for block, row in rows), 0
+        if (held := self._held) is not None:  # experts have the numbers of the run
+            of_run = [dict(zip(held.experts, row, strict=True)) for row in tokens]
+            tokens = tuple(tuple(row.get(expert, 0) for expert in range(held.num_experts)) for row in of_run)
+            not_held = held.num_experts - len(held.experts)
         entropies = tuple((whole[:, -1] / self.ranks.size).tolist())
-        return ev.Routed(step=step, blocks=self._routed.blocks, tokens=tokens, entropy=entropies)
+        return ev.Routed(step=step, blocks=self._routed.blocks, tokens=tokens, entropy=entropies, not_held=not_held)
+
+    def close(self) -> None:
+        """Stop counting; the model can be dropped."""
+        self._routed.close()

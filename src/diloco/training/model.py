@@ -1,6 +1,6 @@
 """Build the model of a run file: any causal language model of transformers, from a configuration or from weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from diloco.config import ModelTable
 from diloco.errors import ConfigError, LayoutError, translated
 from diloco.tables import nearest
 from diloco.training.expert_parallel import sharded_like
+from diloco.training.expert_part import part_config
 
 # The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
 SMALL_LLAMA: dict[str, Any] = {
@@ -34,6 +35,12 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
     Raises ConfigError for an unknown model type or setting (naming the nearest known one), and for an unreadable config
     file.
     """
+    if _is_pretrained(table):
+        failed = f"cannot load model.weights = {table.weights}"
+        with translated((OSError, ValueError), ConfigError, failed, "give a directory or a hub name"):
+            pretrained: PreTrainedConfig = AutoConfig.from_pretrained(str(table.weights))
+        pretrained.use_cache = False
+        return pretrained
     if table.config is not None:
         if not table.config.is_file():
             raise ConfigError(f"there is no model configuration at {table.config}; check model.config")
@@ -62,31 +69,45 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
     return config
 
 
-def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
+def build_model(
+    table: ModelTable, vocab_size: int, sequence_length: int, seed: int, experts: Sequence[int] | None = None
+) -> PreTrainedModel:
     """The model in its initial state: from `seed` alone, or from `model.weights`. It does not change the random state.
+
+    Arguments:
+        experts: build the part of a mixture that holds these, without the weights, which come from the run; None: all.
 
     Raises ConfigError when the configuration or the weights cannot be used.
     """
     dtype = getattr(torch, table.dtype)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if table.weights is not None and not table.weights.endswith(".safetensors"):
-            return _pretrained(table, table.weights, dtype)
+        if experts is None and _is_pretrained(table):
+            return _pretrained(table, str(table.weights), dtype)
         config = model_config(table, vocab_size, sequence_length)
+        config = config if experts is None else part_config(config, experts)
         failed, advice = "transformers cannot build this model", "correct the [model] table"
         with translated((ValueError, ImportError), ConfigError, failed, advice):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation=table.attention, dtype=dtype
             )
-    if table.weights is not None:
+    if table.weights is not None and experts is None:
         load_weights(model, Path(table.weights))
     return model
 
 
-def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a directory or of the hub, with its own configuration."""
+def _is_pretrained(table: ModelTable) -> bool:
+    """Whether the weights are a model of a directory or of the hub, with its own configuration."""
+    if table.weights is None or table.weights.endswith(".safetensors"):
+        return False
     if table.settings or table.config is not None:
-        raise ConfigError(f"model.weights = {weights} brings its own configuration; remove the other keys of [model]")
+        raise ConfigError(
+            f"model.weights = {table.weights} brings its own configuration; remove the other keys of [model]"
+        )
+    return True
+
+
+def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrainedModel:
     failed, advice = f"cannot load model.weights = {weights}", "give a directory or a hub name"
     with translated((OSError, ValueError), ConfigError, failed, advice):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -132,7 +132,7 @@ class Monitor:
         """Report the fragments that have another version or digest than before."""
         after = fragment_versions(self._training.learner)
         for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
-            if new != old:
+            if new != old and new[0] >= 0:  # it has no version of a fragment that this learner does not hold
                 version, digest = new
                 self.append(ev.Adopted(step=self._training.step, fragment=fragment, version=version, digest=digest))
 
@@ -171,7 +171,8 @@ class Monitor:
         if (known := self._evaluator.known(learner)) is not None:
             return known
         loss = self._evaluator.loss(learner, self._ranks)
-        learner.log(held_out_loss=loss)
+        if self._training.part is None:  # the syncer shows the loss of the global model
+            learner.log(held_out_loss=loss)
         self.append(
             ev.Evaluated(
                 step=step,
@@ -181,7 +182,8 @@ class Monitor:
                 versions=learner.versions,
             )
         )
-        self.say(f"step {step}: held-out loss of the global model {loss:.4f}")
+        model = "the global model" if self._training.part is None else "its part of the global model"
+        self.say(f"step {step}: held-out loss of {model} {loss:.4f}")
         return loss
 
     def close(self) -> None:

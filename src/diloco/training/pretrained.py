@@ -80,6 +80,10 @@ def checkpoint_state(path: Path, run: str | None = None) -> dict[str, Tensor]:
     saved = load_checkpoint(path)
     if run not in (None, saved["run"]):
         raise CheckpointError(f"{path} is of the run {saved['run']}, not {run}; name a checkpoint of this run.")
+    if saved.get("held") is not None:
+        raise CheckpointError(
+            f"{path} has a part of the experts, as its learner; export the run's model from its syncer or its store."
+        )
     return global_model(saved)
 
 
@@ -91,8 +95,9 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     learner = saved["learner"]
     if learner["method"]["exchanged"] == "gradients":
         return {**state, **learner["parameters"]}
-    layout = Layout.from_dict(saved["layout"])
-    thetas = [_newest(learner, fragment.index) for fragment in layout.fragments]
+    fragments = saved["layout"]["fragments"]  # empty where the learner does not hold one
+    layout = Layout.from_dict({**saved["layout"], "fragments": [each for each in fragments if each]})
+    thetas = [_newest(learner, index) for index, each in enumerate(fragments) if each]
     return state | named_tensors(layout, thetas)
 
 

@@ -1,19 +1,23 @@
 """The training state of a learner: model, inner optimizer, data and exchange; its inner steps and checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
+from diloco.learner.held import HeldExperts
+from diloco.protocol.units import numbers, ranges_of
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
+from diloco.training.expert_part import held_rows, part_of, part_state
 from diloco.training.inner import InnerStep, StepResult
-from diloco.training.learners import AnyLearner, Attach, StandaloneLearner
+from diloco.training.learners import AnyLearner, Attach, Holding, StandaloneLearner
 from diloco.training.mixture import Mixture
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_factor, untrained_parameters
@@ -70,8 +74,13 @@ class TrainingState:
     At first the learner is standalone and reads every shard at the full batch of the run; `select_shard` and `attach`
     make it a learner of the run. Every rank has a training state of its own, and calls the same methods.
 
+    Arguments:
+        begins_whole: build the whole model also where the learner is to hold a part of it (`take_part`).
+
     Attributes:
         config, ranks, clock: as given.
+        held: the experts that this learner is to hold; None: all.
+        part: those that its model has now; None: all.
         mixture: the experts of the model; a dense model has none.
         tokens: trained by this learner.
         num_steps, inner_s: steps of this process, and the time they took.
@@ -79,20 +88,16 @@ class TrainingState:
 
     def __init__(
         self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None,
-        peers: RankGroup | None = None,
+        peers: RankGroup | None = None, *, held: HeldExperts | None = None, begins_whole: bool = True,
     ) -> None:  # fmt: skip
         self.config = config
         self.clock = clock or Clock()
         self.ranks, self._peers = ranks, peers or ranks
-        device = choose_device(config.train.device)
-        length = config.data.sequence_length
-        model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
-        self.model = model.to(device)
-        self.model.train()
-        self._trained = ranks.wrap(self.model, config.train.expert_parallel)
-        self.optimizer = make_optimizer(self.model, config)
-        self.mixture = Mixture(self.model, ranks, config.train.bias_speed)
-        self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
+        self.held = held
+        self._whole: tuple[nn.Module, dict[str, Any]] | None = None  # and its inner optimizer, until this learner joins
+        self.part = None if begins_whole else held
+        length, experts = config.data.sequence_length, None if self.part is None else self.part.experts
+        self._train(build_model(config.model, corpus.vocab_size, length, config.run.seed, experts))
         self.stream = _stream(config, corpus)
         self.learner: AnyLearner = StandaloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
@@ -101,6 +106,16 @@ class TrainingState:
         self._trained_here = 0
         self._run_tokens = TokenEstimate(0, 0)
         self._beginning = (0, 0)  # step and tokens of the run when the current learner started
+
+    def _train(self, model: nn.Module) -> None:
+        """Train this model from here on, by a new inner optimizer."""
+        config, device = self.config, choose_device(self.config.train.device)
+        self.model: nn.Module = model.to(device)
+        self.model.train()
+        self._trained = self.ranks.wrap(self.model, config.train.expert_parallel)
+        self.optimizer = make_optimizer(self.model, config)
+        self.mixture = Mixture(self.model, self.ranks, config.train.bias_speed, self.part)
+        self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
 
     # --- steps
 
@@ -142,6 +157,28 @@ class TrainingState:
         self.stream.select([shard])
         self.stream.batch = batch
 
+    def take_part(self) -> None:
+        """Replace the whole model by the part that this learner is to hold, with the inner optimizer's state of it."""
+        if self.held is None or self.part is not None:
+            return
+        assert isinstance(self.model, PreTrainedModel)
+        self._whole, self.part = (self.model, self.optimizer.state_dict()), self.held
+        self.mixture.close()
+        self._train(part_of(self.model, self.held.experts))
+        load_optimizer(self.optimizer, self._own(self._whole[1]))
+
+    def return_part(self) -> None:
+        """After this learner could not join, go back to the whole model, with which it may begin the run later."""
+        if self._whole is not None:
+            (whole, optimizer), self._whole, self.part = self._whole, None, None
+            self.mixture.close()
+            self._train(whole)
+            load_optimizer(self.optimizer, optimizer)
+
+    def _own(self, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An optimizer's saved state, of the experts that the model has."""
+        return optimizer if self.part is None else part_state(optimizer, self.optimizer, self.part.experts)
+
     def exclude_untrained(self) -> None:
         """Train only the parameters that the run file selects for this learner (`train.trains`)."""
         self._inner.exclude(untrained_parameters(self.model, self.config.train.trains))
@@ -151,7 +188,12 @@ class TrainingState:
         step, tokens = self.step, self.warm_start_tokens(self.step)
         self._beginning = (step, tokens)
         self.learner.close()
-        self.learner = attach(self._trained, self.optimizer, step, tokens)
+        holding = Holding()
+        if self.part is not None:
+            text = f"{self.config.train.holds_experts} of {self.part.num_experts}"
+            holding = Holding(text, None if self._whole is None else self._whole[0])
+        self.learner = attach(self._trained, self.optimizer, step, tokens, holding)
+        self._whole = None
         exchanges_gradients = isinstance(self.learner, Learner) and self.learner.method.exchanged == "gradients"
         self.mixture.ranks = self._peers if exchanges_gradients else self.ranks
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
@@ -186,6 +228,7 @@ class TrainingState:
             "run_tokens": self.warm_start_tokens(self.step) if warming_up else self.run_tokens,
             "budget": self._run_tokens.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
+            "held": None if self.part is None else list(self.part.experts),
             "learner": learner,
             "model": self.ranks.whole(model),
             "optimizer": self.ranks.whole(self.optimizer.state_dict()),
@@ -197,12 +240,25 @@ class TrainingState:
     def restore_global(self, saved: dict[str, Any], path: Path) -> None:
         """Restore the state of a checkpoint that initialises a run: global model, inner optimizer, step and tokens.
 
-        Raises CheckpointError when the checkpoint is of another model or optimizer.
+        A learner that holds a part of a mixture takes its part of a whole model.
+
+        Raises CheckpointError when the checkpoint is of another model or optimizer, or of another part.
         """
+        own = None if self.part is None else list(self.part.experts)
+        if saved.get("held") != own and (saved.get("held") is not None or saved["joined"]):
+            raise CheckpointError(
+                f"{path} is of a learner that holds {_experts(saved.get('held'))}, and this one holds {_experts(own)} "
+                "(train.holds_experts); resume with those, or start without this checkpoint"
+            )
         failed, advice = f"{path} does not fit the model of this run", "check [model] and [inner]"
         with translated((LayoutError, ValueError), CheckpointError, failed, advice):
-            load_state(self.model, global_model(saved))
-            load_optimizer(self.optimizer, saved["optimizer"])
+            model: Mapping[str, Tensor] = global_model(saved)
+            if self.part is not None:
+                shapes = {name: each.shape for name, each in self.model.state_dict().items()}
+                experts = self.part.experts
+                model = {name: held_rows(it, shapes.get(name, it.shape), experts) for name, it in model.items()}
+            load_state(self.model, model)
+            load_optimizer(self.optimizer, self._own(saved["optimizer"]))
         self.learner.load_state_dict({"type": "alone", "steps": saved["step"], "run_tokens": saved["run_tokens"]})
         self._beginning = (saved["step"], saved["run_tokens"])
 
@@ -231,6 +287,10 @@ class TrainingState:
         if exact:
             self._run_tokens.load_state_dict(saved["budget"])
         return exact
+
+
+def _experts(held: Sequence[int] | None) -> str:
+    return "the whole model" if held is None else f"experts {numbers(ranges_of((each, each + 1) for each in held))}"
 
 
 def _stream(config: RunConfig, corpus: Corpus) -> BatchStream:
