@@ -27,6 +27,8 @@ NAMES: dict[MethodName, tuple[str, str]] = {
 """By method: title in tables and pictures, preset in a run file."""
 
 LAYERS_PER_FRAGMENT = 3
+SAME_SHARE = 6e-4
+"""Difference of a share of the experts that counts as rounding to three digits."""
 _SYNC_EVERY = {"data-parallel": 1, "diloco": 100, "streaming": 100, "eager": 100, "decoupled": 24}
 _DECOUPLED_FRAGMENTS = 24
 _DECOUPLED_OVERLAP = 2
@@ -41,12 +43,14 @@ class ExpertSetting:
         every: k; a group is sent every k·H inner steps.
         trained: groups that each learner trains; it sends no others. None: all.
         codec: of the experts, up and down; None: as the trunk's.
+        held: groups that each learner holds; it neither sends nor receives others. None: all.
     """
 
     groups: int
     every: int = 1
     trained: int | None = None
     codec: str | None = None
+    held: int | None = None
 
     @property
     def trained_share(self) -> float:
@@ -57,6 +61,7 @@ class ExpertSetting:
     def detail(self) -> str:
         """The numbers, for tables."""
         trained = "" if self.trained is None else f", {self.trained} trained"
+        trained += "" if self.held is None else f", {self.held} held"
         codec = "" if self.codec is None else f", {self.codec}"
         return f"experts in {self.groups} groups{trained}, k = {self.every}{codec}"
 
@@ -110,6 +115,28 @@ class Setting:
             return Schedule(self.sync_every, self.num_fragments, self.overlap)
         multiples = (self.experts.every,) * self.experts.groups + (1,) * self.num_fragments
         return Schedule(self.sync_every, len(multiples), self.overlap, multiples=multiples)
+
+
+def held_groups(workload: Workload, share: float, groups: int | None = None) -> tuple[int, int]:
+    """Return G and the number of groups that make up a share of the experts.
+
+    Arguments:
+        groups: G; None: the smallest that divides the experts evenly and has this share.
+
+    Raises:
+        ConfigError: no number of groups is this share.
+    """
+    num = workload.num_experts if groups is None else groups
+    if num < 1:
+        return num, 1  # refused by `setting_for`
+    for each in range(1, num + 1) if groups is None else (groups,):
+        held = round(share * each) if 0 < share <= 1 else 0
+        if num % each == 0 and held and abs(held / each - share) < SAME_SHARE:
+            return each, held
+    below = min(max(math.floor(share * num), 1), num)
+    near = " or ".join(f"{each / num:.3g}" for each in sorted({below, min(below + (share > 1 / num), num)}))
+    what = f"{num} experts" if groups is None else f"{num} groups of experts"
+    raise ConfigError(f"a learner cannot hold {share:g} of {what} exactly; give --experts-held {near}.")
 
 
 def setting_for(
@@ -204,4 +231,13 @@ def _expert_problems(it: Setting, workload: Workload) -> Iterator[str]:
         yield (
             f"a learner cannot train {experts.trained} of {experts.groups} groups of experts; give --trained-groups "
             f"1 to {experts.groups}."
+        )
+    if experts.held is None:
+        return
+    if experts.trained is not None:
+        yield "a learner trains all experts that it holds; leave --trained-groups out, or --experts-held."
+    if (num := workload.num_experts * experts.held // max(1, experts.groups)) < workload.top_k:
+        yield (
+            f"a learner that holds {num} of {workload.num_experts} experts cannot route a token to {workload.top_k}; "
+            f"give --experts-held {workload.top_k / workload.num_experts:.3g} or more."
         )

@@ -11,11 +11,18 @@ from rich.console import Console
 from diloco.cli._options import PicturesPage, parse_list
 from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError
-from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
+from diloco.planning.bandwidth import (
+    GraphLinkModel,
+    LinkModel,
+    SyncerLinkModel,
+    required_bit_per_s,
+    required_of_syncer,
+)
 from diloco.planning.exchange_plan import Merging
+from diloco.planning.memory import learner_memory, syncer_memory
 from diloco.planning.pictures import link_pictures
 from diloco.planning.published_tables import CONVENTIONS, PublishedRun, published_run
-from diloco.planning.settings import ExpertSetting, Setting, setting_for
+from diloco.planning.settings import ExpertSetting, Setting, held_groups, setting_for
 from diloco.planning.units import RATE, SIZE, TIME
 from diloco.planning.workload import Workload, load_workload
 from diloco.report.frame import require_html, write_drawings
@@ -25,6 +32,16 @@ DIGITS = 6
 """Significant digits of JSON output; the search is no more precise."""
 DECOUPLED_LEARNERS = 8
 """As in the paper."""
+
+SYNCER_TARGET = 0.95
+"""At which the syncer's link is judged."""
+SYNCER_LINK, SYNCER_MEMORY = "100 Gbit/s", "2 TB"
+"""What one host is taken to have."""
+LEARNER_MEMORY = {
+    "parameters": "device: parameters, fp32", "gradients": "device: gradients, fp32",
+    "optimizer": "device: inner optimizer, AdamW", "device_in_flight": "device: fragments in flight",
+    "anchors": "host: anchors, fp32", "host_in_flight": "host: fragments in flight",
+}  # fmt: skip
 
 Rows = list[dict[str, Any]]
 Source = LinkModel | PublishedRun
@@ -54,6 +71,9 @@ def command(
     trained_groups: Annotated[
         int | None, typer.Option(metavar="N", help="Groups of experts that each learner trains; default: all.")
     ] = None,
+    experts_held: Annotated[
+        float | None, typer.Option(metavar="F", help="Share of the experts that each learner holds; sets G and memory.")
+    ] = None,
     latency: Annotated[str | None, typer.Option(help='Latency of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Time of an inner step, for example "310 ms".')] = None,
     learners: Annotated[
@@ -62,6 +82,9 @@ def command(
     speeds: Annotated[str | None, typer.Option(help="Relative speeds of learners with a syncer: 1,1,0.5.")] = None,
     syncer: Annotated[str | None, typer.Option(help='Link of a shard of the syncer, such as "10 Gbit/s".')] = None,
     shards: Annotated[int | None, typer.Option(help="Shards of the syncer.")] = None,
+    syncer_memory: Annotated[
+        str | None, typer.Option(help=f"With --experts-held: of the syncer's host; default {SYNCER_MEMORY}.")
+    ] = None,
     merge: Annotated[str | None, typer.Option(help='Merge rate of a shard, such as "1 GB/s".')] = None,
     targets: Annotated[str | None, typer.Option(help=f"Target percentages; default {TARGETS}.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help='Evaluate this link instead, such as "1 Gbit/s".')] = None,
@@ -77,8 +100,14 @@ def command(
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
-        "experts": _experts(expert_groups, every=expert_every, trained=trained_groups, codec=expert_codec),
     }  # fmt: skip
+    experts = {
+        "--expert-groups": expert_groups, "--experts-held": experts_held, "--expert-every": expert_every,
+        "--trained-groups": trained_groups, "--expert-codec": expert_codec,
+    }  # fmt: skip
+    if syncer_memory is not None and experts_held is None:
+        raise ConfigError("--syncer-memory has no effect without --experts-held; add it, or drop the memory.")
+    host_bytes = SIZE.parse(syncer_memory or SYNCER_MEMORY, "--syncer-memory", positive=True)
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; drop one of them.")
     percentages = _percentages(TARGETS if targets is None else targets)
@@ -86,23 +115,27 @@ def command(
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
-        own = {
-            "--step-time": step_time, "--bandwidth": bandwidth, "--out": out, "--expert-groups": options.pop("experts")
-        }  # fmt: skip
-        _refuse_beside(convention, {**own, **topology})
+        own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
+        _refuse_beside(convention, {**own, **experts, **topology})
         source: Source
         source = run = published_run(convention, model, method, **options)
         rows = _published(run, percentages)
     else:
-        source = _link_model(model, method, step_time, options, topology)
+        source = _link_model(model, method, step_time, options, experts, topology)
         rows = _steady(source, percentages, bandwidth)
-    print_result(as_json, _plain_rows(rows, source, convention), lambda: _print(rows, source, convention), indent=1)
+    memory = _memory(source, host_bytes) if isinstance(source, SyncerLinkModel) and experts_held is not None else {}
+    plain = [{**row, **memory} for row in _plain_rows(rows, source, convention)]
+    print_result(as_json, plain, lambda: _print(rows, source, convention, memory), indent=1)
     if out is not None and not isinstance(source, PublishedRun):
         _draw(rows, source, out)
 
 
-def _experts(groups: int | None, **given: Any) -> ExpertSetting | None:
-    given = {key: value for key, value in given.items() if value is not None}
+def _experts(workload: Workload, options: dict[str, Any]) -> ExpertSetting | None:
+    groups, share = options["--expert-groups"], options["--experts-held"]
+    names = {"--expert-every": "every", "--trained-groups": "trained", "--expert-codec": "codec"}
+    given = {name: options[option] for option, name in names.items() if options[option] is not None}
+    if share is not None:
+        groups, given["held"] = held_groups(workload, share, groups)
     if groups is not None:
         return ExpertSetting(groups, **given)
     if given:
@@ -127,11 +160,12 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 
 
 def _link_model(
-    model: str, method: str, step_time: str | None, options: dict[str, Any], topology: dict[str, Any]
-) -> LinkModel:
+    model: str, method: str, step_time: str | None, options: dict[str, Any], experts: dict[str, Any],
+    topology: dict[str, Any],
+) -> LinkModel:  # fmt: skip
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
-    setting = setting_for(workload, method, **options)
+    setting = setting_for(workload, method, experts=_experts(workload, experts), **options)
     is_reduction = setting.method != "decoupled" and setting.experts is None
     if is_reduction and all(value is None for value in topology.values()):
         return GraphLinkModel(workload, setting)
@@ -153,6 +187,11 @@ def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]
         speeds = parse_list("--speeds", text, float, "numbers", "1,1,0.5")
         if num not in (None, len(speeds)):
             raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
+    if (it := setting.experts) is not None and it.held is not None and it.held * len(speeds) < it.groups:
+        raise ConfigError(
+            f"{len(speeds)} learners that hold {it.held} of {it.groups} groups of experts each leave some to nobody; "
+            f"give --learners {-(-it.groups // it.held)} or more."
+        )
     rate, merged = (
         math.inf if topology[option] is None else (shards or 1) * RATE.parse(topology[option], option, positive=True)
         for option in ("--syncer", "--merge")
@@ -212,7 +251,51 @@ def _bytes_per_step(source: Source) -> dict[str, float]:
     return {key: exchange.per_interval(each) / every for key, each in sizes.items()}
 
 
-def _print(rows: Rows, source: Source, convention: str) -> None:
+def _memory(source: SyncerLinkModel, host_bytes: float) -> dict[str, Any]:
+    """The memory of a learner that holds a part, what the syncer needs, and what of that one host lacks."""
+    workload, setting, num = source.workload, source.setting, len(source.speeds)
+    assert setting.experts is not None
+    whole = replace(setting, experts=replace(setting.experts, held=None))
+    syncer, rate = syncer_memory(workload, setting, num), required_of_syncer(source, SYNCER_TARGET)
+    link = RATE.parse(SYNCER_LINK) if math.isinf(source.syncer_bit_per_s) else source.syncer_bit_per_s
+    lacks, at = [], f"at {SYNCER_TARGET:.0%}".replace("%", " %")
+    if link < rate < math.inf:
+        lacks.append(
+            f"its link: {num} learners {at} need {RATE.show(rate)} each way; raise --sync-every to about "
+            f"{math.ceil(setting.sync_every * rate / link)}, or take a --codec with fewer bits"
+        )
+    if syncer.memory > host_bytes:
+        lossless = syncer_memory(workload, replace(setting, down="fp32"), num).memory
+        lacks.append(
+            f"its memory: it needs {SIZE.show(syncer.memory)}, and a run has one syncer; take a larger host"
+            + (f", or --codec-down fp32, with {SIZE.show(lossless)}" if lossless < syncer.memory else "")
+        )
+    needs = {"gbit_per_s": None if math.isinf(rate) else _rounded(rate / 1e9), **asdict(syncer)}
+    return {
+        "learner_memory": asdict(learner_memory(workload, setting)),
+        "learner_memory_of_all": asdict(learner_memory(workload, whole)),
+        "syncer": {**needs, "host_gbit_per_s": _rounded(link / 1e9), "host_memory": host_bytes, "lacks": lacks},
+    }
+
+
+def _print_memory(console: Console, source: Source, memory: dict[str, Any]) -> None:
+    experts, syncer = source.setting.experts, memory["syncer"]
+    assert experts is not None
+    part, whole = memory["learner_memory"], memory["learner_memory_of_all"]
+    cells = [(label, SIZE.show(part[key]), SIZE.show(whole[key])) for key, label in LEARNER_MEMORY.items()]
+    cells.append(("all", SIZE.show(sum(part.values())), SIZE.show(sum(whole.values()))))
+    heads = ("a learner's memory, of all its ranks", f"{experts.held} of {experts.groups} groups held", "all held")
+    console.print(make_table(heads, cells, num_text=1))
+    rate = "no rate" if syncer["gbit_per_s"] is None else RATE.show(1e9 * syncer["gbit_per_s"])
+    needs = f"{SIZE.show(syncer['memory'])} of memory, {SIZE.show(syncer['storage'])} of storage"
+    console.print(f"the syncer holds all: {needs}, and for {SYNCER_TARGET:.0%} a link of {rate}", soft_wrap=True)
+    host = f"{RATE.show(1e9 * syncer['host_gbit_per_s'])} and {SIZE.show(syncer['host_memory'])}"
+    console.print(f"one host with {host} {'does not suffice:' if syncer['lacks'] else 'suffices'}", soft_wrap=True)
+    for each in syncer["lacks"]:
+        console.print(f"  {each}", soft_wrap=True)
+
+
+def _print(rows: Rows, source: Source, convention: str, memory: dict[str, Any]) -> None:
     """Print a table, and the reason if a target is never reached."""
     console, workload, measure = Console(highlight=False), source.workload, source.measure
     steps = f"steps of {TIME.show(workload.step_s)}"
@@ -232,6 +315,8 @@ def _print(rows: Rows, source: Source, convention: str) -> None:
     if per_step := _bytes_per_step(source):
         up, down = map(SIZE.show, per_step.values())
         console.print(f"a learner's bytes in the mean of its inner steps: {up} up, {down} down")
+    if memory:
+        _print_memory(console, source, memory)
     if not isinstance(source, PublishedRun) and any(row["gbit_per_s"] is None for row in rows):
         console.print(f"never: {source.never}.")
 
