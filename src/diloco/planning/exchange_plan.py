@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from diloco.core.codecs.formats import WireFormat, wire_format
+from diloco.core.codecs.formats import wire_format
 from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
@@ -53,10 +53,6 @@ class ExchangePlan:
     called: Called | None = None
     held: Sequence[frozenset[int]] = ()
 
-    def held_by(self, learner: int) -> frozenset[int] | None:
-        """The fragments that a learner holds; None: all."""
-        return self.held[learner % len(self.held)] if self.held else None
-
     def share(self, fragment: int) -> float:
         """Share of the learners that hold a fragment."""
         return sum(fragment in each for each in self.held) / len(self.held) if self.held else 1.0
@@ -67,24 +63,27 @@ class ExchangePlan:
 
 
 class PlannedFragment(NamedTuple):
-    """A fragment of the run: its elements and its codecs."""
+    """A fragment of the run: its elements, its encoded sizes, and whether updates are lossless."""
 
     numel: int
-    up: WireFormat
-    down: WireFormat
+    up_bytes: int
+    down_bytes: int
+    is_lossless: bool
 
 
 def fragments_of(workload: Workload, setting: Setting) -> list[PlannedFragment]:
     """All fragments of a run: equal groups of experts, if they are apart, then strided ones of equal layers."""
-    up, down, experts = wire_format(setting.up), wire_format(setting.down or setting.up), setting.experts
-    groups: list[PlannedFragment] = []
+    up, down, experts, num_layers = setting.up, setting.down or setting.up, setting.experts, workload.num_layers
+    sizes = list[tuple[int, str, str]]()
     if experts is not None:
-        own = experts.codec and wire_format(experts.codec)
-        group = PlannedFragment(round(workload.expert_parameters / experts.groups), own or up, own or down)
-        groups = [group] * experts.groups
-    layer_values = (workload.num_parameters - (workload.expert_parameters if experts else 0)) / workload.num_layers
-    strides = strided(workload.num_layers, setting.num_fragments)
-    return [*groups, *(PlannedFragment(round(len(layers) * layer_values), up, down) for layers in strides)]
+        group = round(workload.expert_parameters / experts.groups)
+        sizes = [(group, experts.codec or up, experts.codec or down)] * experts.groups
+    layer_values = (workload.num_parameters - (workload.expert_parameters if experts else 0)) / num_layers
+    sizes += [(round(len(layers) * layer_values), up, down) for layers in strided(num_layers, setting.num_fragments)]
+    return [
+        PlannedFragment(n, wire_format(up).encoded_bytes(n), wire_format(down).encoded_bytes(n), down == "fp32")
+        for n, up, down in sizes
+    ]
 
 
 def exchange_of(
@@ -93,23 +92,22 @@ def exchange_of(
     """Return the exchange of a setting, by default with the codec up as the one down.
 
     A learner sends a group of experts that it trains and receives all: the bytes up of a group are its mean over
-    learners that train equally many groups. Where learners hold h of G groups, the i-th holds those from i·h on.
+    learners that train equally many groups. Where learners hold h of G groups, the i-th has those from i·h on.
     """
     if setting.method == "data-parallel":
         raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
     fragments, experts = fragments_of(workload, setting), setting.experts
-    groups = 0 if experts is None else experts.groups
+    groups, trained = (0, 1.0) if experts is None else (experts.groups, experts.trained_share)
     held = list[frozenset[int]]()
     if experts is not None and experts.held is not None:
-        trunk, num = range(groups, len(fragments)), experts.held
+        num, trunk = round(experts.held * groups), range(groups, len(fragments))
         for first in range(0, math.lcm(num, groups), num):
-            held.append(frozenset((*((first + each) % groups for each in range(num)), *trunk)))
-    trained = [1.0 if experts is None or index >= groups else experts.trained_share for index in range(len(fragments))]
+            held.append(frozenset((*(each % groups for each in range(first, first + num)), *trunk)))
     if setting.method == "decoupled":
         called = called or Called()
     plan = ExchangePlan(setting.schedule, (), (), merging or Merging(), called, held)
-    up, down = list[float](), list[float]()
-    for index, each in enumerate(fragments):
-        up.append(trained[index] * plan.share(index) * each.up.encoded_bytes(each.numel))
-        down.append(plan.share(index) * each.down.encoded_bytes(each.numel))
-    return replace(plan, up_bytes=up, down_bytes=down)
+    return replace(
+        plan,
+        up_bytes=[(trained if p < groups else 1.0) * plan.share(p) * it.up_bytes for p, it in enumerate(fragments)],
+        down_bytes=[plan.share(p) * it.down_bytes for p, it in enumerate(fragments)],
+    )

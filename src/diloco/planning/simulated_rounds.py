@@ -117,7 +117,7 @@ class SimulatedRounds:
         self._down_bytes = [each / share for each, share in zip(exchange.down_bytes, shares, strict=True)]
         self.learners = []
         for i, seconds in enumerate(step_s):
-            held = exchange.held_by(i)
+            held = exchange.held[i % len(exchange.held)] if exchange.held else None
             incarnation, _ = self._syncer.joined(0.0, str(i), ready=True, held=held)
             own = [0 if held is None or fragment in held else NOTHING for fragment in range(len(versions))]
             core = LearnerCore(rules, own)
