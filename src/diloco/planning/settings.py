@@ -149,7 +149,12 @@ def setting_for(
         num_fragments = {"streaming": thirds, "eager": thirds, "decoupled": decoupled}.get(method, 1)
     if overlap is None:
         overlap = {"eager": every, "decoupled": _DECOUPLED_OVERLAP}.get(method, 0)
-    if experts is not None and experts.held is not None and (experts.groups > 0 or workload.num_experts):
+    if (
+        experts is not None
+        and experts.held is not None
+        and experts.groups >= 0
+        and (experts.groups or workload.num_experts)
+    ):
         experts = _with_whole_groups(experts, experts.held, workload.num_experts)
     setting = Setting(method, every, overlap, num_fragments, up, down, latency_s, experts)
     if wrong := next(chain(_problems(setting, num_layers), _expert_problems(setting, workload)), None):
