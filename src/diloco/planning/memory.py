@@ -26,11 +26,10 @@ def learner_bytes(workload: Workload, setting: Setting) -> dict[str, float]:
     """Return what a learner has on its devices and hosts, by place and kind; in flight, of the learner with most."""
     exchange, fragments = exchange_of(workload, setting), fragments_of(workload, setting)
     first, multiples, every = exchange.schedule.offsets or (), exchange.schedule.multiples, setting.sync_every
-    device, host = 0.0, 0.0
+    device, host, repeats = 0.0, 0.0, math.lcm(*multiples)
     for held in exchange.held or [frozenset(range(len(fragments)))]:
-        for p in held:
-            apart = {q: (first[p] - first[q]) % (math.gcd(multiples[p], multiples[q]) * every) for q in held}
-            near = [fragments[q] for q, steps in apart.items() if steps <= setting.overlap]
+        for step in {first[p] + turn * every for p in held for turn in range(0, repeats, multiples[p])}:
+            near = [fragments[p] for p in held if (step - first[p]) % (multiples[p] * every) <= setting.overlap]
             device = max(device, sum(FP32_BYTES * each.numel for each in near))
             host = max(host, sum(max(each.up_bytes, FP32_BYTES * each.numel + _update_bytes(each)) for each in near))
     values = FP32_BYTES * sum(exchange.share(index) * each.numel for index, each in enumerate(fragments))
