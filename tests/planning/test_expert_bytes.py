@@ -1,10 +1,13 @@
 """Bytes of a mixture's islands as the planner counts them are those that cross a real wire."""
 
+import copy
 import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tests.syncer.runs import RUN, LearnerThreads, start
 from torch.nn import functional as F
@@ -28,10 +31,12 @@ CONFIG = MixtralConfig(
 EVERY, INTERVALS = 2, 4
 
 
-def test_an_island_sends_the_experts_that_it_trains_and_receives_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [{"trained": 2}, {"held": 0.5}], ids=["trained", "held"])
+def test_an_island_sends_the_experts_of_its_part(tmp_path: Path, part: dict[str, Any]) -> None:
+    """One that trains a part receives all; one that holds a part receives no others."""
     CONFIG.save_pretrained(tmp_path)
     workload = load_workload(str(tmp_path / "config.json"), step_s=1.0)
-    experts = ExpertSetting(groups=4, every=2, trained=2, codec="e3m0")
+    experts = ExpertSetting(groups=4, every=2, codec="e3m0", **part)
     setting = setting_for(workload, "diloco", sync_every=EVERY, up="bf16", down="fp32", experts=experts)
     exchange = exchange_of(workload, setting)
     up, down = (INTERVALS * exchange.per_interval(each) for each in (exchange.up_bytes, exchange.down_bytes))
@@ -41,11 +46,16 @@ def test_an_island_sends_the_experts_that_it_trains_and_receives_all(tmp_path: P
         up=diloco.BF16(), down=diloco.FP32(),
     )  # fmt: skip
 
-    def life(trains_experts: str, exchange: Exchange) -> dict[str, int]:
+    def life(own: str, exchange: Exchange) -> dict[str, int]:
         torch.manual_seed(0)
-        model = MixtralForCausalLM(CONFIG)
+        model, given = MixtralForCausalLM(CONFIG), dict[str, Any](trains_experts=own)
+        if "held" in part:
+            config = copy.deepcopy(CONFIG)
+            config.num_local_experts = 2
+            given = {"holds_experts": f"{own} of 4", "whole": model}
+            model = MixtralForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters())
-        with diloco.Learner(model, optimizer, exchange=exchange, trains_experts=trains_experts) as learner:
+        with diloco.Learner(model, optimizer, exchange=exchange, **given) as learner:
             for _ in range(EVERY * INTERVALS):
                 tokens = torch.randint(CONFIG.vocab_size, (2, 9))
                 F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -58,8 +68,8 @@ def test_an_island_sends_the_experts_that_it_trains_and_receives_all(tmp_path: P
     with start(tmp_path, method) as syncer, LearnerThreads(2) as threads:
         parts = {"amsterdam": "0-1", "basel": "2-3"}
         islands = [
-            threads.submit(life, trained, threads.connect(syncer.address, learner=name, initialise="if-empty"))
-            for name, trained in parts.items()
+            threads.submit(life, own, threads.connect(syncer.address, learner=name, initialise="if-empty"))
+            for name, own in parts.items()
         ]
         counted = [island.result(timeout=300) for island in islands]
         with closing(Connection(syncer.address)) as connection:

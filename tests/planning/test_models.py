@@ -69,7 +69,10 @@ def test_counts_are_those_of_the_models_themselves(family: str, tmp_path: Path) 
             model = AutoModelForCausalLM.from_config(config)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name or ".mlp.gate.weight" in name)
-        assert count_parameters(tmp_path / "config.json") == (sum(sizes.values()), 3, experts), extra
+        num_experts = max((each.shape[0] for name, each in model.named_parameters() if ".experts." in name), default=0)
+        top_k = config.num_experts_per_tok if num_experts else 0
+        found = count_parameters(tmp_path / "config.json")
+        assert found == (sum(sizes.values()), 3, experts, num_experts, top_k), extra
 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
             }
         )
     )
-    num_parameters, num_layers, _ = count_parameters(path)
+    num_parameters, num_layers, *_ = count_parameters(path)
     assert round(num_parameters / 1e9, 2) == 405.85
     assert num_layers == PRESETS["llama-405b"].num_layers
 

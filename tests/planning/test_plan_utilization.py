@@ -164,7 +164,7 @@ def test_the_experts_of_a_mixture_apart(call: Call, tmp_path: Path) -> None:
     config = {"model_type": "mixtral", "num_hidden_layers": 24, "num_local_experts": 8, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mixture.toml").write_text('config = "config.json"\nstep_time = "1 s"\n')
-    parameters, _, experts = count_parameters(tmp_path / "config.json")
+    parameters, _, experts, *_ = count_parameters(tmp_path / "config.json")
     options = ("--model", str(tmp_path / "mixture.toml"), "--method", "diloco", "--targets", "80")
     apart = ("--expert-groups", "8", "--expert-every", "4", "--trained-groups", "2", "--expert-codec", "e3m0")
     [whole], [found] = answers(call, *options, "--learners", "4"), answers(call, *options, *apart)
@@ -173,7 +173,7 @@ def test_the_experts_of_a_mixture_apart(call: Call, tmp_path: Path) -> None:
     assert found["up_bytes_per_step"] == pytest.approx((trunk + apart_bytes / 4) / 100, rel=1e-3)
     assert found["down_bytes_per_step"] == pytest.approx((trunk + apart_bytes) / 100, rel=1e-3)
     assert found["gbit_per_s"] < whole["gbit_per_s"] / 2
-    assert found["experts"] == {"groups": 8, "every": 4, "trained": 2, "codec": "e3m0"}
+    assert found["experts"] == {"groups": 8, "every": 4, "trained": 2, "codec": "e3m0", "held": None}
     code, printed, _ = call(*options, *apart)
     assert code == 0
     assert "experts in 8 groups, 2 trained, k = 4, e3m0" in printed
@@ -192,6 +192,58 @@ def test_the_experts_of_a_mixture_apart(call: Call, tmp_path: Path) -> None:
         assert code == 2
         assert said.count("\n") == 1
         assert says in said
+
+
+def test_experts_that_each_learner_holds(call: Call) -> None:
+    options = ("--model", "deepseek-v3", "--method", "diloco", "--targets", "95", "--experts-held", "0.25")
+    [found] = answers(call, *options)
+    assert (found["experts"]["groups"], found["experts"]["held"]) == (4, 0.25)
+    values = 17e9 + 654e9 / 4
+    assert found["up_bytes_per_step"] == found["down_bytes_per_step"] == pytest.approx(2 * values / 100)
+    part, whole = found["learner_bytes"], found["learner_bytes_all_held"]
+    assert part["device_parameters"] == part["host_anchors"] == pytest.approx(4 * values)
+    assert whole["device_inner_optimizer"] == pytest.approx(8 * 671e9)
+    assert found["syncer_memory"] == pytest.approx(671e9 * (12 + 2) + 4 * 654e9 / 4)
+    assert found["syncer_bit_per_s"] > 100e9
+    link, memory = found["syncer_words"]
+    assert link.startswith("one syncer does not suffice at a link of 100 Gbit/s: raise --sync-every to about ")
+    assert memory.startswith("one syncer does not suffice with 2 TB of memory")
+    enough = ("--syncer", "200 Gbit/s", "--syncer-memory", "12 TB")
+    [found] = answers(call, *options, *enough)
+    assert found["syncer_words"] == ["one syncer suffices, with a link of 200 Gbit/s and 12 TB of memory"]
+    assert found["syncer_bit_per_s"] < 200e9
+    code, printed, _ = call(*options)
+    assert code == 0
+    assert "experts in 4 groups, 0.25 held" in printed
+    assert re.search(r"device: parameters +722 GB +2.68 TB", printed)
+    assert "the syncer holds all: 10 TB of memory" in printed
+    longer = next(word.split(",")[0] for word in link.split() if word.endswith(","))
+    [found] = answers(call, *options, "--sync-every", longer, "--syncer-memory", "12 TB")
+    assert found["syncer_words"] == ["one syncer suffices, with a link of 100 Gbit/s and 12 TB of memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--experts-held", "0"), "give --experts-held above 0, up to 1"),
+        (("--experts-held", "nan"), "give --experts-held above 0, up to 1"),
+        (("--experts-held", "0.3"), "0.3 of 256 experts is not a whole number; give --experts-held 0.297 or 0.301"),
+        (("--experts-held", "0.3", "--expert-groups", "4"), "give --experts-held 0.25 or 0.5"),
+        (("--experts-held", "0.25", "--expert-groups", "-1"), "give --expert-groups 1 or more"),
+        (("--experts-held", "0.25", "--trained-groups", "1"), "leave --trained-groups out"),
+        (("--experts-held", "0.0156"), "holds 4 of 256 experts cannot route a token to 8; give --experts-held 0.0312"),
+        (("--experts-held", "0.0625", "--learners", "4"), "give --learners 16 or more"),
+        (("--experts-held", "0.25", "--method", "eager"), "eager sends no experts apart"),
+        (("--experts-held", "0.25", "--model", "1b"), "1b has no experts"),
+        (("--experts-held", "0.25", "--convention", "scaling-laws"), "--experts-held has no effect"),
+        (("--syncer-memory", "2 TB"), "--syncer-memory has no effect without --experts-held"),
+    ],
+)  # fmt: skip
+def test_a_share_of_the_experts_that_cannot_be_held(call: Call, arguments: tuple[str, ...], says: str) -> None:
+    code, printed, said = call("--model", "deepseek-v3", *arguments)
+    assert (code, printed) == (2, "")
+    assert says in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("around", [(), ("--learners", "2", "--latency", "10 ms"), ("--method", "decoupled")])

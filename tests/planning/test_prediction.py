@@ -1,6 +1,7 @@
 """Learners around a syncer: against sums by hand, identities, and what queues and unequal learners do."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -191,6 +192,36 @@ def test_a_fragment_that_is_sent_half_as_often_is_waited_for_half_as_often() -> 
     assert found.utilization == pytest.approx([4 / (4 + 5 + 3)] * 2, rel=1e-12)
     called_ = ExchangePlan(Schedule(24, 2, 2, multiples=(4, 1)), [MEGABYTE] * 2, [MEGABYTE] * 2, called=Called())
     assert predict(star_network(2, 1e12, 1e12), [0.1] * 2, called_).period_steps == pytest.approx(24, rel=0.05)
+
+
+def test_experts_that_are_not_held_are_neither_sent_nor_received_nor_waited_for() -> None:
+    workload = Workload("mixture", 900, 9, 0.1, expert_parameters=600)
+    held = ExpertSetting(groups=4, held=0.5)
+    exchange = exchange_of(workload, setting_for(workload, "diloco", up="bf16", down="fp32", experts=held))
+    assert exchange.held == [{0, 1, 4}, {2, 3, 4}]
+    assert exchange.up_bytes == [150.0] * 4 + [600]  # each of the four groups by half of the learners
+    assert exchange.per_interval(exchange.down_bytes) == 2 * 600 + 1200
+    assert len(exchange_of(workload, setting_for(workload, "diloco", experts=replace(held, held=0.75))).held) == 4
+
+
+def test_holders_of_a_group_wait_for_it_and_the_others_for_them_at_the_trunk() -> None:
+    # 8 Mbit/s: 1 s up, 1 s down. Sent after steps 3 and 6 by one learner each, after 10 by both.
+    sets = [frozenset({0, 2}), frozenset({1, 2})]
+    sizes = [MEGABYTE / 2, MEGABYTE / 2, MEGABYTE]
+    once = ExchangePlan(Schedule(10, 3), sizes, sizes, held=sets)
+    assert predict(star_network(2, 8e6, 8e6), [0.2, 0.2], once).utilization == pytest.approx([2 / 6] * 2, rel=1e-12)
+    # After steps 6 and 13 of 20: each learner loses 2 s once, and waits as long for the other at the trunk.
+    rarely = ExchangePlan(Schedule(10, 3, multiples=(2, 2, 1)), sizes, sizes, held=sets)
+    assert predict(star_network(2, 8e6, 8e6), [0.2, 0.2], rarely).utilization == pytest.approx([4 / 12] * 2, rel=1e-12)
+
+
+def test_equal_learners_that_hold_the_same_are_one() -> None:
+    workload = Workload("mixture", 900, 9, 0.1, expert_parameters=600)
+    setting = setting_for(workload, "diloco", sync_every=10, down="bf16", experts=ExpertSetting(groups=2, held=0.5))
+    one_each, four = (SyncerLinkModel(workload, setting, (1.0,) * num, num * 5e3) for num in (2, 4))
+    assert four.value(1e4) == pytest.approx(one_each.value(1e4), rel=1e-9)
+    three = SyncerLinkModel(workload, setting, (1.0,) * 3, 15e3)
+    assert len(three.predict(1e4).utilization) == 3
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -89,10 +89,12 @@ class SyncerLinkModel:
         return exchange_of(self.workload, self.setting, self.merging)
 
     def predict(self, bit_per_s: float) -> Prediction:
-        """Predict a run over links of `bit_per_s` up and down. Equal learners are simulated as one."""
+        """Predict a run over links of `bit_per_s` up and down. Equal learners that hold the same are simulated as
+        one."""
         exchange, num = self.exchange, len(self.speeds)
         step_s = [self.workload.step_s / speed for speed in self.speeds]
-        copies = num if len(set(step_s)) == 1 else 1
+        kinds = max(1, len(exchange.held))
+        copies = num // kinds if len(set(step_s)) == 1 and num % kinds == 0 else 1
         syncer_bit_per_s = self.syncer_bit_per_s / copies
         network = star_network(num // copies, bit_per_s, bit_per_s, self.setting.latency_s, syncer_bit_per_s)
         return predict(network, step_s[: num // copies], exchange, copies=copies)
@@ -139,6 +141,18 @@ def required_bit_per_s(link_model: LinkModel, targets: list[float]) -> list[floa
     value = lru_cache(maxsize=None)(link_model.value)
     start = bits / (setting.sync_every * workload.step_s)
     return [_smallest_rate(value, target, start, link_model.precision) for target in targets]
+
+
+def required_of_syncer(link_model: SyncerLinkModel, target: float) -> float:
+    """Return the smallest rate of the syncer's link for a target (0 to 1), with learners on links of any rate."""
+
+    def value(bit_per_s: float) -> float:
+        return replace(link_model, syncer_bit_per_s=bit_per_s).value(math.inf)
+
+    exchange = link_model.exchange
+    bits = 8 * len(link_model.speeds) * max(map(exchange.per_interval, (exchange.up_bytes, exchange.down_bytes)))
+    start = bits / (link_model.setting.sync_every * link_model.workload.step_s)
+    return _smallest_rate(value, target, start, link_model.precision)
 
 
 def _smallest_rate(value: Callable[[float], float], target: float, start: float, precision: float) -> float:

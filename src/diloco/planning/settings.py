@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, get_args
 
@@ -27,6 +27,8 @@ NAMES: dict[MethodName, tuple[str, str]] = {
 """By method: title in tables and pictures, preset in a run file."""
 
 LAYERS_PER_FRAGMENT = 3
+SAME_SHARE = 6e-4
+"""Difference of a share of the experts that counts as rounding to three digits."""
 _SYNC_EVERY = {"data-parallel": 1, "diloco": 100, "streaming": 100, "eager": 100, "decoupled": 24}
 _DECOUPLED_FRAGMENTS = 24
 _DECOUPLED_OVERLAP = 2
@@ -37,16 +39,20 @@ class ExpertSetting:
     """How the experts of a mixture are sent, apart from its trunk: `fragments=Experts(…)` in a Method.
 
     Attributes:
-        groups: G, fragments of experts, besides the P of the trunk.
+        groups: G, fragments of experts, besides the P of the trunk. 0 beside `held`: the smallest that has this share
+            and divides the experts evenly.
         every: k; a group is sent every k·H inner steps.
         trained: groups that each learner trains; it sends no others. None: all.
         codec: of the experts, up and down; None: as the trunk's.
+        held: share of the experts, whole groups, that each learner holds; it neither sends nor receives others. None:
+            it holds all.
     """
 
     groups: int
     every: int = 1
     trained: int | None = None
     codec: str | None = None
+    held: float | None = None
 
     @property
     def trained_share(self) -> float:
@@ -57,6 +63,7 @@ class ExpertSetting:
     def detail(self) -> str:
         """The numbers, for tables."""
         trained = "" if self.trained is None else f", {self.trained} trained"
+        trained += "" if self.held is None else f", {self.held:.3g} held"
         codec = "" if self.codec is None else f", {self.codec}"
         return f"experts in {self.groups} groups{trained}, k = {self.every}{codec}"
 
@@ -142,12 +149,34 @@ def setting_for(
         num_fragments = {"streaming": thirds, "eager": thirds, "decoupled": decoupled}.get(method, 1)
     if overlap is None:
         overlap = {"eager": every, "decoupled": _DECOUPLED_OVERLAP}.get(method, 0)
+    if (
+        experts is not None
+        and experts.held is not None
+        and experts.groups >= 0
+        and (experts.groups or workload.num_experts)
+    ):
+        experts = _with_whole_groups(experts, experts.held, workload.num_experts)
     setting = Setting(method, every, overlap, num_fragments, up, down, latency_s, experts)
     if wrong := next(chain(_problems(setting, num_layers), _expert_problems(setting, workload)), None):
         raise ConfigError(wrong)
     for codec in {up, down, experts and experts.codec} - {None}:
         wire_format(str(codec))
     return setting
+
+
+def _with_whole_groups(experts: ExpertSetting, share: float, num_experts: int) -> ExpertSetting:
+    """The setting with G, and with a share that is one of its groups. Raises ConfigError where there is none."""
+    if not 0 < share <= 1:
+        raise ConfigError(f"a share of {share:g} of the experts is out of range; give --experts-held above 0, up to 1.")
+    divisors = [each for each in range(1, num_experts + 1) if num_experts % each == 0]
+    for groups in [experts.groups] if experts.groups else divisors:
+        if (held := round(share * groups)) and abs(held / groups - share) < SAME_SHARE:
+            return replace(experts, groups=groups, held=held / groups)
+    most = experts.groups or num_experts
+    below = math.floor(share * most)
+    near = " or ".join(f"{each / most:.3g}" for each in (below, below + 1) if each)
+    what = f"{most} {'groups of experts' if experts.groups else 'experts'}"
+    raise ConfigError(f"{share:g} of {what} is not a whole number; give --experts-held {near}.")
 
 
 def _problems(it: Setting, num_layers: int) -> Iterator[str]:
@@ -204,4 +233,11 @@ def _expert_problems(it: Setting, workload: Workload) -> Iterator[str]:
         yield (
             f"a learner cannot train {experts.trained} of {experts.groups} groups of experts; give --trained-groups "
             f"1 to {experts.groups}."
+        )
+    if experts.held is not None and experts.trained is not None:
+        yield "a learner trains all experts that it holds; leave --trained-groups out, or --experts-held."
+    if (held := (experts.held or 1) * workload.num_experts) < workload.top_k:
+        yield (
+            f"a learner that holds {held:.0f} of {workload.num_experts} experts cannot route a token to "
+            f"{workload.top_k}; give --experts-held {workload.top_k / workload.num_experts:.3g} or more."
         )

@@ -24,7 +24,7 @@ from diloco.planning.network import Network, Transfer
 from diloco.protocol.actions import Action, MergeRound, Publish, Tell, WakeAt
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import Deadlines, Report
+from diloco.protocol.members import NOTHING, Deadlines, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.report.drawing import Kind, Span
@@ -112,11 +112,16 @@ class SimulatedRounds:
         rules = Rules(exchange.called or AllLive(), schedule, wait=exchange.called is None)
         versions = [0] * len(exchange.up_bytes)
         self._syncer = SyncerCore(rules, versions, deadlines=NO_DEADLINES)
+        shares = [exchange.share(fragment) for fragment in range(len(versions))]
+        self._up_bytes = [each / share for each, share in zip(exchange.up_bytes, shares, strict=True)]
+        self._down_bytes = [each / share for each, share in zip(exchange.down_bytes, shares, strict=True)]
         self.learners = []
         for i, seconds in enumerate(step_s):
-            incarnation, _ = self._syncer.joined(0.0, str(i), ready=True)
-            core = LearnerCore(rules, versions)
-            self.learners.append(SimulatedLearner(i, seconds, network.latency_s(i), core, versions[:], incarnation))
+            held = exchange.held[i % len(exchange.held)] if exchange.held else None
+            incarnation, _ = self._syncer.joined(0.0, str(i), ready=True, held=held)
+            own = [0 if held is None or fragment in held else NOTHING for fragment in range(len(versions))]
+            core = LearnerCore(rules, own)
+            self.learners.append(SimulatedLearner(i, seconds, network.latency_s(i), core, own[:], incarnation))
         for learner in self.learners:
             self._compute(learner)
 
@@ -198,7 +203,7 @@ class SimulatedRounds:
 
     def _send_next(self, learner: SimulatedLearner) -> None:
         c = learner.pushes[0]
-        num_bytes = self._exchange.up_bytes[c.fragment]
+        num_bytes = self._up_bytes[c.fragment]
         self._in_transfer[self._network.send(self.now_s, learner.index, "up", num_bytes)] = c
 
     def _acknowledged(self, learner: SimulatedLearner) -> None:
@@ -220,7 +225,7 @@ class SimulatedRounds:
         """Send the next version, or the newest one if the syncer has not kept that update."""
         next_, newest = learner.core.received_versions[fragment] + 1, self._syncer.fragments[fragment].version
         version = next_ if newest - next_ <= self._syncer.intervals_in_flight else newest
-        number = self._network.send(self.now_s, learner.index, "down", self._exchange.down_bytes[fragment])
+        number = self._network.send(self.now_s, learner.index, "down", self._down_bytes[fragment])
         self._in_transfer[number] = fragment, version
 
     def _arrived(self, transfer: Transfer) -> None:
@@ -252,14 +257,15 @@ class SimulatedRounds:
             match action:
                 case MergeRound(fragment=fragment, weights=weights):  # one of each learner
                     num = len(weights) * self._copies
-                    seconds = self._exchange.merging.seconds(num * self._exchange.up_bytes[fragment])
+                    seconds = self._exchange.merging.seconds(num * self._up_bytes[fragment])
                     self._merger_free_s = max(self._merger_free_s, self.now_s) + seconds
                     self.num_merges += 1
                     self.num_contributions += num
                     self._at(self._merger_free_s, partial(self._merged, fragment))
                 case Publish(fragment=fragment, version=version):
                     for each in self.learners:
-                        self._at(self.now_s + each.latency_s, partial(self._notified, each, fragment, version))
+                        if each.core.fragments[fragment].is_held:
+                            self._at(self.now_s + each.latency_s, partial(self._notified, each, fragment, version))
                 case Tell(learners=names):
                     for each in (self.learners[int(name)] for name in names):
                         calls = self._syncer.rounds.calls(each.name)

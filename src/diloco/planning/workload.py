@@ -39,6 +39,8 @@ class Workload:
         num_layers: L.
         step_s: compute time of an inner step, in seconds; 0: unknown.
         expert_parameters: those of all experts of a mixture, with their rows of the routers; 0: not known, or dense.
+        num_experts: E, experts of each layer that has some; 0: as above.
+        top_k: experts of a layer that a token uses; 0: not known.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Workload:
     num_layers: int
     step_s: float
     expert_parameters: float = 0.0
+    num_experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         amount("the number of parameters", self.num_parameters)
@@ -55,8 +59,10 @@ class Workload:
             )
 
 
+_EXPERTS = ("expert_parameters", "num_experts", "top_k")
+
 PRESETS: Mapping[str, Workload] = {
-    name: Workload(name, it["parameters"], it["layers"], it["step_s"], it.get("expert_parameters", 0.0))
+    name: Workload(name, it["parameters"], it["layers"], it["step_s"], *(it.get(key, 0) for key in _EXPERTS))
     for name, it in PUBLISHED["models"].items()
 }
 """The models of the papers' simulators."""
@@ -164,17 +170,19 @@ class ModelSize(NamedTuple):
     """A model's size.
 
     Attributes:
-        expert_parameters: those of all experts, with their rows of the routers.
+        expert_parameters, num_experts, top_k: as in `Workload`.
     """
 
     parameters: int
     layers: int
     expert_parameters: int = 0
+    num_experts: int = 0
+    top_k: int = 0
 
 
 def _counted(name: str, path: Path) -> Workload:
-    parameters, layers, expert_parameters = count_parameters(path)
-    return Workload(name, parameters, layers, 0.0, expert_parameters)
+    parameters, layers, *experts = count_parameters(path)
+    return Workload(name, parameters, layers, 0.0, *experts)
 
 
 def count_parameters(path: str | Path) -> ModelSize:
@@ -219,18 +227,23 @@ def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> 
     queries, keys = heads * head, (c["num_key_value_heads"] if c.get("num_key_value_heads", 0) else heads) * head
     attention = hidden * (2 * queries + 2 * keys) + (bias or own) * (queries + 2 * keys) + own * hidden
     feed_forward = _gated(hidden, inner) + bool(c.get("mlp_bias", False)) * (2 * inner + hidden)
-    num_sparse, experts = _experts(c, hidden)
+    num_sparse, *experts = _experts(c, hidden)
     each = attention + head_norms * 2 * head + 2 * hidden
-    return ModelSize(_whole(c, layers * each + (layers - num_sparse) * feed_forward + experts), layers, experts)
+    return ModelSize(_whole(c, layers * each + (layers - num_sparse) * feed_forward + experts[0]), layers, *experts)
 
 
-def _experts(c: _Config, hidden: int) -> tuple[int, int]:
-    """The number of layers whose feed-forward is a mixture (Mixtral, Qwen3-MoE), and the parameters of all experts."""
+def _top_k(c: _Config) -> int:
+    return c["num_experts_per_tok"] if c.get("num_experts_per_tok", 0) else 0
+
+
+def _experts(c: _Config, hidden: int) -> tuple[int, int, int, int]:
+    """The number of layers whose feed-forward is a mixture (Mixtral, Qwen3-MoE), the parameters of all experts, their
+    number in a layer, and that of a token."""
     num = c.get("num_local_experts", 0) or c.get("num_experts", 0)
     inner = c["moe_intermediate_size" if c.get("moe_intermediate_size", 0) else "intermediate_size"]
     dense, every = c.get("mlp_only_layers", ()), c.get("decoder_sparse_step", 1)
     sparse = [each for each in range(c["num_hidden_layers"]) if num and each not in dense and (each + 1) % every == 0]
-    return len(sparse), len(sparse) * num * (hidden + _gated(hidden, inner))
+    return len(sparse), len(sparse) * num * (hidden + _gated(hidden, inner)), num, _top_k(c)
 
 
 def _deepseek_v3(c: _Config) -> ModelSize:
@@ -244,7 +257,7 @@ def _deepseek_v3(c: _Config) -> ModelSize:
     experts = (layers - dense) * c["n_routed_experts"] * (_gated(hidden, inner) + hidden)
     shared = (layers - dense) * c["n_shared_experts"] * _gated(hidden, inner)
     all_layers = layers * (attention + 2 * hidden) + dense * _gated(hidden, c["intermediate_size"]) + shared + experts
-    return ModelSize(_whole(c, all_layers), layers, experts)
+    return ModelSize(_whole(c, all_layers), layers, experts, c["n_routed_experts"], _top_k(c))
 
 
 def _gpt_layer(hidden: int, inner: int, *, bias: bool = True) -> int:

@@ -11,11 +11,12 @@ from rich.console import Console
 from diloco.cli._options import PicturesPage, parse_list
 from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError
-from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
+from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s, required_of_syncer
 from diloco.planning.exchange_plan import Merging
+from diloco.planning.memory import learner_bytes, syncer_bytes
 from diloco.planning.pictures import link_pictures
 from diloco.planning.published_tables import CONVENTIONS, PublishedRun, published_run
-from diloco.planning.settings import ExpertSetting, Setting, setting_for
+from diloco.planning.settings import SAME_SHARE, ExpertSetting, Setting, setting_for
 from diloco.planning.units import RATE, SIZE, TIME
 from diloco.planning.workload import Workload, load_workload
 from diloco.report.frame import require_html, write_drawings
@@ -25,6 +26,9 @@ DIGITS = 6
 """Significant digits of JSON output; the search is no more precise."""
 DECOUPLED_LEARNERS = 8
 """As in the paper."""
+
+ONE_LINK, ONE_MEMORY = "100 Gbit/s", "2 TB"
+"""What one host is taken to have."""
 
 Rows = list[dict[str, Any]]
 Source = LinkModel | PublishedRun
@@ -54,6 +58,9 @@ def command(
     trained_groups: Annotated[
         int | None, typer.Option(metavar="N", help="Groups of experts that each learner trains; default: all.")
     ] = None,
+    experts_held: Annotated[
+        float | None, typer.Option(metavar="F", help="Share of the experts that each learner holds, in whole groups.")
+    ] = None,
     latency: Annotated[str | None, typer.Option(help='Latency of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Time of an inner step, for example "310 ms".')] = None,
     learners: Annotated[
@@ -62,6 +69,9 @@ def command(
     speeds: Annotated[str | None, typer.Option(help="Relative speeds of learners with a syncer: 1,1,0.5.")] = None,
     syncer: Annotated[str | None, typer.Option(help='Link of a shard of the syncer, such as "10 Gbit/s".')] = None,
     shards: Annotated[int | None, typer.Option(help="Shards of the syncer.")] = None,
+    syncer_memory: Annotated[
+        str | None, typer.Option(help=f"With --experts-held: memory of the syncer's host; default {ONE_MEMORY}.")
+    ] = None,
     merge: Annotated[str | None, typer.Option(help='Merge rate of a shard, such as "1 GB/s".')] = None,
     targets: Annotated[str | None, typer.Option(help=f"Target percentages; default {TARGETS}.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help='Evaluate this link instead, such as "1 Gbit/s".')] = None,
@@ -77,8 +87,12 @@ def command(
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
-        "experts": _experts(expert_groups, every=expert_every, trained=trained_groups, codec=expert_codec),
+        "experts": _experts(
+            expert_groups, every=expert_every, trained=trained_groups, codec=expert_codec, held=experts_held
+        ),
     }  # fmt: skip
+    if syncer_memory is not None and experts_held is None:
+        raise ConfigError("--syncer-memory has no effect without --experts-held; add it, or drop the memory.")
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; drop one of them.")
     percentages = _percentages(TARGETS if targets is None else targets)
@@ -87,7 +101,8 @@ def command(
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {
-            "--step-time": step_time, "--bandwidth": bandwidth, "--out": out, "--expert-groups": options.pop("experts")
+            "--step-time": step_time, "--bandwidth": bandwidth, "--out": out, "--experts-held": experts_held,
+            "--expert-groups": options.pop("experts"),
         }  # fmt: skip
         _refuse_beside(convention, {**own, **topology})
         source: Source
@@ -96,15 +111,19 @@ def command(
     else:
         source = _link_model(model, method, step_time, options, topology)
         rows = _steady(source, percentages, bandwidth)
-    print_result(as_json, _plain_rows(rows, source, convention), lambda: _print(rows, source, convention), indent=1)
+    needs = {}
+    if experts_held is not None and isinstance(source, SyncerLinkModel):
+        needs = _needs(source, SIZE.parse(syncer_memory or ONE_MEMORY, "--syncer-memory", positive=True))
+    plain = [{**row, **needs} for row in _plain_rows(rows, source, convention)]
+    print_result(as_json, plain, lambda: _print(rows, source, convention, needs), indent=1)
     if out is not None and not isinstance(source, PublishedRun):
         _draw(rows, source, out)
 
 
 def _experts(groups: int | None, **given: Any) -> ExpertSetting | None:
     given = {key: value for key, value in given.items() if value is not None}
-    if groups is not None:
-        return ExpertSetting(groups, **given)
+    if groups is not None or "held" in given:
+        return ExpertSetting(groups or 0, **given)
     if given:
         raise ConfigError("the options of experts have no effect without --expert-groups; add it, or drop them.")
     return None
@@ -153,6 +172,11 @@ def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]
         speeds = parse_list("--speeds", text, float, "numbers", "1,1,0.5")
         if num not in (None, len(speeds)):
             raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
+    if (held := setting.experts and setting.experts.held) and held * len(speeds) < 1 - SAME_SHARE:
+        raise ConfigError(
+            f"{len(speeds)} times {held:.3g} of the experts is less than all; give --learners {math.ceil(1 / held)} or "
+            "more."
+        )
     rate, merged = (
         math.inf if topology[option] is None else (shards or 1) * RATE.parse(topology[option], option, positive=True)
         for option in ("--syncer", "--merge")
@@ -212,7 +236,42 @@ def _bytes_per_step(source: Source) -> dict[str, float]:
     return {key: exchange.per_interval(each) / every for key, each in sizes.items()}
 
 
-def _print(rows: Rows, source: Source, convention: str) -> None:
+def _needs(source: SyncerLinkModel, host_bytes: float) -> dict[str, Any]:
+    """Bytes of a learner that holds a part of the experts, the syncer's needs, and what one host lacks of these."""
+    workload, setting, num = source.workload, source.setting, len(source.speeds)
+    assert setting.experts is not None
+    whole = replace(setting, experts=replace(setting.experts, held=None))
+    rate, (memory, storage) = required_of_syncer(source, 0.95), syncer_bytes(workload, setting, num)
+    link = RATE.parse(ONE_LINK) if math.isinf(source.syncer_bit_per_s) else source.syncer_bit_per_s
+    at_link, with_memory, words = f"a link of {RATE.show(link)}", f"{SIZE.show(host_bytes)} of memory", list[str]()
+    if link < rate < math.inf:
+        longer = math.ceil(setting.sync_every * rate / link)
+        words.append(f"at {at_link}: raise --sync-every to about {longer}, or choose a --codec of fewer bits")
+    if memory > host_bytes:
+        drop = "" if setting.down == "fp32" else ", or drop the residual with --codec-down fp32"
+        words.append(f"with {with_memory}, and a run has no second one: take a larger host{drop}")
+    words = [f"one syncer does not suffice {each}" for each in words]
+    return {
+        "learner_bytes": learner_bytes(workload, setting), "learner_bytes_all_held": learner_bytes(workload, whole),
+        "syncer_memory": memory, "syncer_storage": storage, "syncer_bit_per_s": None if math.isinf(rate) else rate,
+        "syncer_words": words or [f"one syncer suffices, with {at_link} and {with_memory}"],
+    }  # fmt: skip
+
+
+def _print_needs(console: Console, needs: dict[str, Any]) -> None:
+    part, whole = needs["learner_bytes"], needs["learner_bytes_all_held"]
+    cells = [(key.replace("_", ": ", 1).replace("_", " "), SIZE.show(part[key]), SIZE.show(whole[key])) for key in part]
+    console.print(make_table(("memory of a learner, all ranks", "part held", "all held"), cells))
+    rate, memory, storage = needs["syncer_bit_per_s"], needs["syncer_memory"], needs["syncer_storage"]
+    link = "" if rate is None else f", and for 95 % a link of {RATE.show(rate)}"
+    console.print(
+        f"the syncer holds all: {SIZE.show(memory)} of memory, {SIZE.show(storage)} of storage{link}", soft_wrap=True
+    )
+    for each in needs["syncer_words"]:
+        console.print(each, soft_wrap=True)
+
+
+def _print(rows: Rows, source: Source, convention: str, needs: dict[str, Any]) -> None:
     """Print a table, and the reason if a target is never reached."""
     console, workload, measure = Console(highlight=False), source.workload, source.measure
     steps = f"steps of {TIME.show(workload.step_s)}"
@@ -232,6 +291,8 @@ def _print(rows: Rows, source: Source, convention: str) -> None:
     if per_step := _bytes_per_step(source):
         up, down = map(SIZE.show, per_step.values())
         console.print(f"a learner's bytes in the mean of its inner steps: {up} up, {down} down")
+    if needs:
+        _print_needs(console, needs)
     if not isinstance(source, PublishedRun) and any(row["gbit_per_s"] is None for row in rows):
         console.print(f"never: {source.never}.")
 
