@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cache
@@ -335,13 +335,6 @@ def run(arm: Arm, seed: int, length: Length, data: str | None, half: str = "repo
 def table(values: Mapping[str, Any]) -> str:
     """`values`: of the results file."""
     runs = values["runs"]
-    heads = "held-out loss", f"above “{BASE.label}”", "sent", "received", "learner's host memory", "optimizer memory"
-    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    lines += [
-        f"| {arm.label}{_seeds(runs, arm)} | {' | '.join(_cells(arm, runs[arm.label], runs[BASE.label]))} |"
-        for arm in ARMS
-        if arm.label in runs
-    ]
     seconds = sum(each["seconds"] for found in runs.values() for each in found.values())
     exact = all(each[way] == each["planned"][way] for found in runs.values() for each in found.values()
                 for way in each.get("planned", ()))  # fmt: skip
@@ -351,8 +344,28 @@ def table(values: Mapping[str, Any]) -> str:
         f"text `{values['text']}`. Bytes are {'those' if exact else 'not those'} of the planner in every run. "
         f"{seconds:,.0f} s of processor time in all, {values['machine']}."
     )
-    lines += ["", below]
-    return "\n".join(lines)
+    return "\n".join([*_rows(runs, ARMS, SAVED), "", below])
+
+
+def held_table(values: Mapping[str, Any]) -> str:
+    """Islands that hold a part, beside those that train as much of a whole model."""
+    trained = (arm for arm in ARMS if arm.method is None or (arm.trained is not None and arm.every == 1))
+    rows = (*(arm for arm in trained if arm.trained != 1 or arm.seeds == SEEDS), *HELD)
+    return "\n".join(_rows(values["runs"], rows, {"part": "an island's own part", **SAVED, "device": "device memory"}))
+
+
+SAVED = {"up": "sent", "down": "received", "host": "learner's host memory", "optimizer": "optimizer memory"}
+
+
+def _rows(runs: Mapping[str, Any], arms: Sequence[Arm], more: Mapping[str, str]) -> list[str]:
+    """A table of the arms that were run. `more`: further columns, by the key of a run."""
+    heads = "held-out loss", f"above “{BASE.label}”", *more.values()
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for arm in arms:
+        if arm.label in runs:
+            cells = _cells(arm, runs[arm.label], runs[BASE.label], more)
+            lines.append(f"| {arm.label}{_seeds(runs, arm)} | {' | '.join(cells)} |")
+    return lines
 
 
 def _seeds(runs: Mapping[str, Any], arm: Arm) -> str:
@@ -378,19 +391,25 @@ def byte_table() -> str:
     return "\n".join(lines)
 
 
-def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    score = Score.of([each["loss"] for each in found.values()])
-    cells = [f"{score.value:.4f}{_half(score, '.4f')}", ""]
-    if arm != BASE:
-        gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
-        cells[1] = f"{gap.value:+.4f}{_half(gap, '.4f')}"
-    held = {key: statistics.fmean(each[key] for each in found.values()) for key in next(iter(found.values()))
-            if key in ("up", "down", "host", "optimizer")}  # fmt: skip
-    return [*cells, *(SIZE.show(held[key]) if key in held else "–" for key in ("up", "down", "host", "optimizer"))]
+def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any], more: Iterable[str]) -> list[str]:
+    gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
+    cells = [_score(each["loss"] for each in found.values()), "" if arm == BASE else f"{gap.value:+.4f}{_half(gap)}"]
+    for key in more:
+        measured = [each[key] for each in found.values() if key in each]
+        if key == "device":  # known of any model
+            measured = measured or [_device_bytes(new_model(0, arm.dense)[0])]
+        shown = "–" if not measured else _score(measured) if key == "part" else SIZE.show(statistics.fmean(measured))
+        cells.append(shown)
+    return cells
 
 
-def _half(score: Score, form: str) -> str:
-    return "" if score.high is None else f" ± {score.high - score.value:{form}}"
+def _score(losses: Iterable[float]) -> str:
+    score = Score.of(list(losses))
+    return f"{score.value:.4f}{_half(score)}"
+
+
+def _half(score: Score) -> str:
+    return "" if score.high is None else f" ± {score.high - score.value:.4f}"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -443,8 +462,9 @@ def main() -> None:
                 print(f"{time.strftime('%H:%M:%S')} {arm.label}, seed {seed}: {future.result()}", flush=True)
                 given.results.write_text(json.dumps(values, indent=1) + "\n")
     if given.results == RESULTS:
-        PAGE.write_text(filled(PAGE.read_text(), {"experts": table(values), "expert-bytes": byte_table()}))
-    sys.stdout.write(table(values) + "\n")
+        tables = {"experts": table(values), "experts-held": held_table(values), "expert-bytes": byte_table()}
+        PAGE.write_text(filled(PAGE.read_text(), tables))
+    sys.stdout.write(f"{table(values)}\n\n{held_table(values)}\n")
 
 
 if __name__ == "__main__":
