@@ -73,6 +73,16 @@ def test_members_have_shares_silence_and_reasons(story: Story) -> None:
     assert (b["silent_s"], b["behind"]) == (None, [])
 
 
+def test_a_learner_is_not_behind_in_fragments_that_it_does_not_hold(story: Story) -> None:
+    part = member(9).model_copy(update={"versions": (1, -1)})
+    syncers(
+        story,
+        merged(127.0, 1, ("c",)).model_copy(update={"fragment": 1}),
+        ev.Progress(t=128.0, step=9, tokens=320, learners={"a": part}),
+    )
+    assert story.since(0, now=130.0)["learners"][0]["behind"] == [1, None]
+
+
 def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
     syncers(
         story,
