@@ -8,10 +8,8 @@ from typing import Any
 
 from diloco.core.choices import positive
 from diloco.errors import ConfigError
+from diloco.protocol.contribution import NOTHING
 from diloco.protocol.lineage import Lineage
-
-NOTHING = -1
-"""The version of a fragment that a learner does not hold, or has not fetched yet."""
 
 
 @dataclass(frozen=True)

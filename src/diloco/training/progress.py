@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.protocol.members import NOTHING
+from diloco.protocol.contribution import NOTHING
 
 
 def status_line(
