@@ -394,7 +394,9 @@ def _with_held(draws: Draws, plan: Plan) -> Plan:
     for _ in range(draws.whole("faults of holders", 0, 3)):
         kind, learner = draws.of("holder's fault", ("kill learner", "same name")), draws.whole("holder", 0, last)
         at_s, seconds = draws.between("holder's fault at", 1.0, FAULTS_END_S), draws.between("holder away", 0.1, 12.0)
-        faults.append(Fault(round(at_s, 3), kind, learner, round(seconds, 3), draws.of("holder's choice", (0, 0, 1, 2))))
+        faults.append(
+            Fault(round(at_s, 3), kind, learner, round(seconds, 3), draws.of("holder's choice", (0, 0, 1, 2)))
+        )
     trains = tuple((None,) * len(plan.sizes) if draws.unit("trains all it holds") < 0.7 else own for own in plan.trains)
     return replace(
         plan,
