@@ -1,8 +1,9 @@
-"""Learners that hold parts of the fragments, by scripted events in virtual time: K, scale, deadlines, a fragment without
-a holder, leases and the accounting. Fragments 0 and 1 are groups of experts, 2 is the trunk."""
+"""Learners that hold parts of the fragments, by scripted events in virtual time: K, scale, deadlines, a fragment that
+none holds, leases and the accounting. Fragments 0 and 1 are groups of experts, 2 is the trunk."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -31,13 +32,12 @@ class Run:
     """A SyncerCore of three fragments, and learners that train a token a step."""
 
     def __init__(self, quorum: Quorum, **changes: object) -> None:
-        preset = (
-            DiLoCo(sync_every=H) if isinstance(quorum, AllLive) else DecoupledDiLoCo(sync_every=H, fragments=Whole())
-        )
+        called = DecoupledDiLoCo(sync_every=H, fragments=Whole())
+        preset = DiLoCo(sync_every=H) if isinstance(quorum, AllLive) else called
         method = replace(preset, quorum=quorum, weight="uniform", **{"overlap": 0, **changes})  # type: ignore[arg-type]
         self.core = SyncerCore(Rules.of(method, 3), [0, 0, 0])
         self.now = 0.0
-        self.numbers: dict[tuple[str, int, int], int] = {}
+        self.numbers = Counter[tuple[str, int, int]]()
 
     def join(self, learner: str, held: tuple[int, ...] | None, *, process: int = 1, step: int = 0) -> None:
         """It joins, and has trained a token by `step`; 0: it has not trained."""
@@ -56,9 +56,8 @@ class Run:
     def c(self, learner: str, fragment: int, step: int, *, steps: int = H, units: Ranges = ()) -> Contribution:
         """Its work of the last `steps`, measured from the newest version."""
         incarnation, version = self.incarnation(learner), self.core.fragments[fragment].version
-        number = self.numbers[learner, incarnation, fragment] = (
-            self.numbers.get((learner, incarnation, fragment), 0) + 1
-        )
+        self.numbers[learner, incarnation, fragment] += 1
+        number = self.numbers[learner, incarnation, fragment]
         return Contribution(
             learner, incarnation, fragment, number, version, version, steps, steps, step, step=step, units=units
         )

@@ -365,7 +365,8 @@ def _with_parts(draws: Draws, plan: Plan, *, fewest_groups: int) -> Plan:
 def _of_mixture(draws: Draws, method: Method, num_experts: int, fewest_groups: int) -> Method | None:
     codecs, trunks = [None, *sorted(CODECS)], (diloco.Whole(), diloco.Balanced(2))
     fragments = Experts(
-        draws.whole("groups", fewest_groups, min(3, num_experts)), draws.of("trunk", trunks), draws.whole("every", 1, 3),
+        draws.whole("groups", fewest_groups, min(3, num_experts)), draws.of("trunk", trunks),
+        draws.whole("every", 1, 3),
         draws.of("up of experts", codecs), draws.of("down of experts", codecs),
         draws.of("outer of experts", (None, diloco.SGD(lr=0.7), diloco.Nesterov(lr=0.7, momentum=0.9))),
     )  # fmt: skip
