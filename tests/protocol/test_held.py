@@ -13,12 +13,15 @@ from diloco.core.fragments import Whole
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum
 from diloco.errors import PayloadError
+from diloco.exchange.remote.messages import heartbeat_request
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.actions import Action, MergeRound
-from diloco.protocol.contribution import LATE, OUT_OF_STEP, Contribution
+from diloco.protocol.contribution import LATE, NOTHING, OUT_OF_STEP, Contribution
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import UNHELD, Ask, DataSet, Leases
-from diloco.protocol.members import NOTHING, Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.rounds.base import Rules
+from diloco.protocol.session.requests import Beat
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import MERGED, Ranges
@@ -210,6 +213,16 @@ def test_learners_that_block_on_what_they_hold_are_seen_to_block() -> None:
     assert [run.core.fragments[fragment].phase for fragment in (0, 2)] == ["merging", "open"]
 
 
+def test_what_blocks_a_learner_crosses_the_wire() -> None:
+    """A version that it does not hold is sent as 0, beside a run that is further."""
+    run = Run(AllLive())
+    run.join("a", FIRST, step=1)
+    beat = Beat(Claim("a", incarnation=1), 1, 1.0, Report(H, H, 1.0, waiting=True, blocked_with=(0, NOTHING, 0)))
+    request = pb.HeartbeatRequest.FromString(heartbeat_request("run", beat).SerializeToString())
+    run.beat("a", H, waiting=True, blocked_with=tuple(request.blocked_with))
+    assert run.core.members["a"].is_blocked_at([0, 7, 0])
+
+
 # --- a fragment without a holder --------------------------------------------------------------------------------------
 
 
@@ -243,6 +256,38 @@ def test_a_fragment_without_a_holder_stays_until_a_late_one_takes_it_over(quorum
         train(step, "a", "b", "c")
     assert run.versions[1] > 2
     assert ledger(run.core, "a", 1).trained == ledger(run.core, "b", 1).trained == 0
+
+
+@pytest.mark.parametrize("held", [SECOND, BOTH])
+def test_a_late_holder_of_a_group_that_none_has_held_starts_where_the_run_is(held: tuple[int, ...] | None) -> None:
+    run = Run(AllLive(at_least=2))
+    for learner in "ac":
+        run.join(learner, FIRST, step=1)
+    for step in range(H, 100 * H, H):
+        for learner in "ac":
+            run.beat(learner, step)
+        for fragment in (0, 2):
+            assert run.needed(fragment, "a", "c", step=step) == 2
+            publish(run.core, run.now, fragment)
+    run.join("b", held)
+    assert run.core.standing("b").start_step >= 99 * H - 1
+
+
+def test_late_work_of_the_last_holder_is_merged_once_it_has_left() -> None:
+    run = Run(Called(at_least=1, grace=0.0))
+    for learner, held in (("a", FIRST), ("b", FIRST), ("c", SECOND)):
+        run.join(learner, held, step=1)
+    for learner in "abc":
+        run.beat(learner, 2)
+    run.send("a", 0, 2, steps=2)
+    late = run.c("b", 0, 2, steps=2)
+    run.core.contributed(run.now, late)  # while the round is merged
+    publish(run.core, run.now, 0)
+    for learner in "ab":
+        run.core.left(run.now, learner, run.incarnation(learner), tokens=2)
+    actions = [action for step in range(3, 4 * H) for action in run.beat("c", step)]
+    merged = [it for it in actions if isinstance(it, MergeRound)]
+    assert [it.contributions for it in merged if it.fragment == 0] == [(late,)]
 
 
 def test_a_turn_that_no_learner_could_answer_is_not_called_for_a_late_holder() -> None:
