@@ -528,14 +528,16 @@ def parse_config(
         of_learner = _read(_merged(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
             resolved = of_learner
-    _require_holders(config, source)
+    _require_holders(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
 
 
-def _require_holders(config: RunConfig, source: str) -> None:
-    """Raise ConfigError if the tables of all planned learners give them parts of the experts, together not all."""
-    texts = [own.get("train", {}).get("holds_experts") for own in config.learner.values()]
-    if len(texts) < config.run.learners or None in texts:
+def _require_holders(config: RunConfig, shared: str | None, source: str) -> None:
+    """Raise ConfigError if a run file gives all learners parts of the experts, together not all. `shared`: of those
+    without a set of their own. What is set for one learner, for its process alone, does not count."""
+    texts = [own.get("train", {}).get("holds_experts", shared) for own in config.learner.values()]
+    texts += [shared] * (config.run.learners - len(texts))
+    if None in texts:
         return
     held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
     missing = 0  # the first expert that is not held

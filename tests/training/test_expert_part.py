@@ -543,6 +543,8 @@ def test_the_run_file_gives_each_expert_a_holder(tmp_path: Path) -> None:
         (TABLES.replace("4-7", "5-7"), 4),
         (TABLES.replace("0-3", "1-3"), 0),
         (TABLES.replace("4-7", "5-7").replace("num_local_experts = 8\n", ""), 4),  # the number is not known here
+        (TABLES.partition("[learner.x]")[0] + '[train]\nholds_experts = "0-3"', 4),  # of all learners
+        (TABLES.replace('train.holds_experts = "4-7"', "train.batch = 4") + '[train]\nholds_experts = "0-3"', 4),
     ]:
         for learner in (None, "x"):
             with pytest.raises(

@@ -81,6 +81,10 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
+        # Whether it has a whole model at first, from which it may initialise the run, also where it is to hold a part.
+        self._begins_whole = config.train.holds_experts is None or (
+            self._initialises and (spec.resume_from is None or not has_joined(spec.resume_from))
+        )
         self._training = TrainingState(
             config, corpus, self._ranks, self._clock, peers, held=self._held_experts(corpus.vocab_size),
             begins_whole=self._begins_whole,
@@ -112,14 +116,6 @@ class Trainer:
             )
         table = model_config(config.model, vocab_size, config.data.sequence_length)
         return experts_to_hold(text, table, method_from_table(config.method))
-
-    @property
-    def _begins_whole(self) -> bool:
-        """Whether this learner has a whole model at first, from which it may initialise the run, also where it is to
-        hold a part of it."""
-        if self.config.train.holds_experts is None:
-            return True
-        return self._initialises and (self.spec.resume_from is None or not has_joined(self.spec.resume_from))
 
     @property
     def model(self) -> nn.Module:
