@@ -336,7 +336,7 @@ class Learner:
         last send. A learner that was evicted, and cannot join again, loses all work that is not merged, and takes no
         more steps.
         """
-        has_sent = any(work.pending_steps == 0 for work in self._core.fragments if work.version >= 0)
+        has_sent = any(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
         return self._driver.is_drained or (self._exchange.overview.drained and has_sent)
 
     @property
