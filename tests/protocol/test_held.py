@@ -193,19 +193,20 @@ def test_a_contribution_to_a_fragment_that_its_learner_does_not_hold_counts_for_
     assert run.core.rounds.roster(1) == ((), ())
 
 
-def test_learners_that_block_on_what_they_hold_are_seen_to_block() -> None:
+@pytest.mark.parametrize("unheld", [NOTHING, 0], ids=["in one process", "over the wire"])
+def test_learners_that_block_on_what_they_hold_are_seen_to_block(unheld: int) -> None:
     """Each waits in a round that lacks the other: a circle, which the versions of fragments that they lack do not
-    hide."""
+    hide, whatever they say of these."""
     run = Run(AllLive())
     run.join("a", FIRST, step=1)
     run.join("b", (0, 1, 2), step=1)
     member = run.core.members["a"]
-    run.beat("a", H, waiting=True, blocked_with=(0, NOTHING, 0))
+    run.beat("a", H, waiting=True, blocked_with=(0, unheld, 0))
     assert member.is_blocked_at([0, 7, 0])
     assert not member.is_blocked_at([1, 7, 0])
     run.send("a", 2, 2 * H)
     run.send("b", 0, H)
-    for learner, versions in (("a", (0, NOTHING, 0)), ("b", (0, 0, 0))):
+    for learner, versions in (("a", (0, unheld, 0)), ("b", (0, 0, 0))):
         run.beat(learner, 2 * H, waiting=True, blocked_with=versions)
     assert [run.core.fragments[fragment].phase for fragment in (0, 2)] == ["merging", "open"]
 

@@ -161,7 +161,10 @@ class Member:
 
     def is_blocked_at(self, versions: Sequence[int]) -> bool:
         """Whether it waits for a version after these, of the fragments that it holds."""
-        return self.blocked_with == tuple(v if self.holds(f) else NOTHING for f, v in enumerate(versions))
+        told = self.blocked_with
+        return len(told) == len(versions) and all(
+            own == version for f, (own, version) in enumerate(zip(told, versions, strict=True)) if self.holds(f)
+        )
 
     def heard(self, now: float, step: int, tokens: int, steps: int) -> int:
         """A message from the member, which is at this step. Returns the number of new steps.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from diloco import events as ev
+from diloco.protocol.units import numbers
 
 Tone = Literal["good", "bad", "plain"]
 MAX_NAMES = 4
@@ -20,10 +21,9 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
         case ev.Initialised(learner=learner, num_parameters=number, source=source, cut=cut):
             cut = f", in {cut}" if cut else ""
             return "good", f"{learner} gave the run its model of {number:,} parameters (from {source}){cut}"
-        case ev.Joined(learner=learner, incarnation=1, step=step):
-            return "good", f"{learner} joined at step {step:,}"
-        case ev.Joined(learner=learner, step=step):
-            return "good", f"{learner} rejoined at step {step:,}"
+        case ev.Joined(learner=learner, incarnation=incarnation, step=step, holds=holds):
+            part = "" if holds is None else f", with experts {numbers(holds)}"
+            return "good", f"{learner} {'joined' if incarnation == 1 else 'rejoined'} at step {step:,}{part}"
         case ev.Left(learner=learner, tokens=tokens):
             return "plain", f"{learner} left after {tokens:,} tokens"
         case ev.Evicted(reason=reason) if reason.startswith("evicted by "):  # the event `Steered` has the sentence
