@@ -86,7 +86,7 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
     assert [it["share"] for it in found["learners"]] == [2 / 3, 0.5, 1.0]
     assert [it["absent"] for it in found["merges"]][-3:] == [[], [], ["a"]]
     assert [it["holds_part"] for it in found["learners"]] == [True, False, False]
-    assert "c joined at step 8, with experts 4-5" in [it["text"] for it in found["events"]]
+    assert "c joined at step 8, with experts 4–5" in [it["text"] for it in found["events"]]
     syncers(
         story,
         ev.Joined(t=131.0, learner="a", incarnation=2),  # with all: nothing is known of what it holds

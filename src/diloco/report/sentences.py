@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from diloco import events as ev
-from diloco.protocol.units import numbers
 
 Tone = Literal["good", "bad", "plain"]
 MAX_NAMES = 4
@@ -22,7 +21,8 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             cut = f", in {cut}" if cut else ""
             return "good", f"{learner} gave the run its model of {number:,} parameters (from {source}){cut}"
         case ev.Joined(learner=learner, incarnation=incarnation, step=step, holds=holds):
-            part = "" if holds is None else f", with experts {numbers(holds)}"
+            experts = ("–".join(map(str, sorted({first, stop - 1}))) for first, stop in holds or ())
+            part = "" if holds is None else f", with experts {', '.join(experts)}"
             return "good", f"{learner} {'joined' if incarnation == 1 else 'rejoined'} at step {step:,}{part}"
         case ev.Left(learner=learner, tokens=tokens):
             return "plain", f"{learner} left after {tokens:,} tokens"
