@@ -253,6 +253,7 @@ STORMS = {
     "goes_back": "a run that goes back",
     "steered": "an operator's orders",
     "parts": "parts of a mixture",
+    "held": "held parts of a mixture",
 }
 """Of storms, by their names in results."""
 

@@ -139,7 +139,9 @@ def mixture(run: Path) -> Path:
         for group in range(7) for round_ in range(1 + group % 3)
     ]  # fmt: skip
     learners = {
-        name: ev.LearnerProgress(incarnation=2, state="healthy", step=95, tokens=950, versions=(1,), experts=own)
+        name: ev.LearnerProgress(
+            incarnation=2, state="healthy", step=95, tokens=950, versions=(1,), experts=own, holds_part=name == "oslo"
+        )
         for name, own in halves.items()
     }
     progress = ev.Progress(step=95, tokens=1900, learners=learners, num_experts=64, untrained=((56, 64),))
@@ -163,6 +165,9 @@ def test_a_mixture_of_many_experts_is_a_few_strips(browser: Any, mixture: Path, 
     assert cells[0][17] == "expert 17: merged 3 times, by 1.0 learners on average, last in version 3"
     assert cells[1][56] == "expert 56: not merged yet"
     assert [each.endswith("expert 31: trained by paris") for each in cells[3]].index(True) == 31
+    assert (cells[2][0], cells[3][63]) == ("expert 0: not held by oslo", "expert 63: not trained by paris")
+    said = [strips.nth(index).locator("span").get_attribute("title") for index in (2, 3)]
+    assert said == ["holds and trains experts 24–55", "trains experts 0–31"]
     assert page.inner_text("#untrained") == "No live learner trains experts 56–63: nothing is merged into them."
     low, high = page.evaluate(
         "[0, 16].map((at) => getComputedStyle(document.querySelectorAll('#experts i')[at]).backgroundColor)"

@@ -83,6 +83,28 @@ def test_a_learner_is_not_behind_in_fragments_that_it_does_not_hold(story: Story
     assert story.since(0, now=130.0)["learners"][0]["behind"] == [1, None]
 
 
+def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(story: Story) -> None:
+    part = member(9).model_copy(update={"versions": (2, -1), "experts": ((0, 4),), "holds_part": True})
+    syncers(
+        story,
+        ev.Joined(t=127.0, learner="c", incarnation=1, step=8, holds=((4, 6),)),
+        ev.Progress(t=128.0, step=9, tokens=320, learners={"a": part, "c": member(9)}),
+        *(merged(129.0, n, ("c",), members=("c",)).model_copy(update={"fragment": 1}) for n in (1, 2)),
+        merged(129.0, 3, ("c",), members=("a", "c")),
+    )
+    found = story.since(0, now=130.0)
+    assert [it["share"] for it in found["learners"]] == [2 / 3, 0.5, 1.0]
+    assert [it["absent"] for it in found["merges"]][-3:] == [[], [], ["a"]]
+    assert [it["holds_part"] for it in found["learners"]] == [True, False, False]
+    assert "c joined at step 8, with experts 4–5" in [it["text"] for it in found["events"]]
+    syncers(
+        story,
+        ev.Joined(t=131.0, learner="a", incarnation=2),  # with all: nothing is known of what it holds
+        merged(132.0, 3, ("c",), members=("c",)).model_copy(update={"fragment": 1}),
+    )
+    assert [it["absent"] for it in story.since(0, now=133.0)["merges"]][-1] == ["a"]
+
+
 def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
     syncers(
         story,

@@ -208,6 +208,7 @@ class Joined(Event, kind="joined"):
     learner: str
     incarnation: int
     step: int = 0
+    holds: tuple[tuple[int, int], ...] | None = None  # experts, as (first, stop) of each range; null: the whole model
 
 
 class Left(Event, kind="left"):
@@ -240,6 +241,11 @@ class LearnerProgress(BaseModel):
     training_loss: float | None = None  # newest reported value, nats per token
     versions: tuple[int, ...] = ()  # its newest version of each fragment; empty: unknown
     experts: tuple[tuple[int, int], ...] = ()  # of a mixture, those that it trains, as (first, stop) of each range
+    holds_part: bool = False  # it holds no other experts than these
+
+    def holds(self, fragment: int) -> bool:
+        """Whether it holds a fragment, as far as is known."""
+        return fragment >= len(self.versions) or self.versions[fragment] >= 0
 
 
 class WorkerProgress(BaseModel):

@@ -296,7 +296,7 @@ def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name
 class BrokenObserver(NullObserver):
     """Fails at whatever it is told."""
 
-    def joined(self, learner: str, incarnation: int, step: int) -> None:
+    def joined(self, learner: str, incarnation: int, step: int, experts: object) -> None:
         raise ArithmeticError(learner)
 
     def published(self, *_: object, **__: object) -> None:

@@ -172,9 +172,7 @@ def test_a_checkpoint_continues_exactly_and_only_with_the_same_experts(sync_ever
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
     def other(index: int, exchange: Exchange) -> None:
-        with pytest.raises(
-            CheckpointError, match="another model, another cut of it, or other experts"
-        ):
+        with pytest.raises(CheckpointError, match="another model, another cut of it, or other experts"):
             attached(exchange, "2-3 of 4", method=method, resume=saved[0][0])
 
     diloco.run_local(other, learners=1)

@@ -149,9 +149,7 @@ def test_a_checkpoint_of_a_dense_model_is_refused_before_anything_is_joined() ->
         model = mixture()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"method": method, "exchange": exchange, "buffers": "local"}
-        with pytest.raises(
-            CheckpointError, match="another model, another cut of it, or other experts"
-        ):
+        with pytest.raises(CheckpointError, match="another model, another cut of it, or other experts"):
             Learner(model, optimizer, resume=dense, **options)
         Learner(model, optimizer, **options).close()  # the exchange is not taken
 

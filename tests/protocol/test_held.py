@@ -13,15 +13,12 @@ from diloco.core.fragments import Whole
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
 from diloco.core.quorum import AllLive, Called, Pushed, Quorum
 from diloco.errors import PayloadError
-from diloco.exchange.remote.messages import heartbeat_request
-from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.actions import Action, MergeRound
 from diloco.protocol.contribution import LATE, NOTHING, OUT_OF_STEP, Contribution
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import UNHELD, Ask, DataSet, Leases
-from diloco.protocol.members import Claim, Report
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.session.requests import Beat
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import MERGED, Ranges
@@ -196,31 +193,22 @@ def test_a_contribution_to_a_fragment_that_its_learner_does_not_hold_counts_for_
     assert run.core.rounds.roster(1) == ((), ())
 
 
-def test_learners_that_block_on_what_they_hold_are_seen_to_block() -> None:
+@pytest.mark.parametrize("unheld", [NOTHING, 0], ids=["in one process", "over the wire"])
+def test_learners_that_block_on_what_they_hold_are_seen_to_block(unheld: int) -> None:
     """Each waits in a round that lacks the other: a circle, which the versions of fragments that they lack do not
-    hide."""
+    hide, whatever they say of these."""
     run = Run(AllLive())
     run.join("a", FIRST, step=1)
     run.join("b", (0, 1, 2), step=1)
     member = run.core.members["a"]
-    run.beat("a", H, waiting=True, blocked_with=(0, NOTHING, 0))
+    run.beat("a", H, waiting=True, blocked_with=(0, unheld, 0))
     assert member.is_blocked_at([0, 7, 0])
     assert not member.is_blocked_at([1, 7, 0])
     run.send("a", 2, 2 * H)
     run.send("b", 0, H)
-    for learner, versions in (("a", (0, NOTHING, 0)), ("b", (0, 0, 0))):
+    for learner, versions in (("a", (0, unheld, 0)), ("b", (0, 0, 0))):
         run.beat(learner, 2 * H, waiting=True, blocked_with=versions)
     assert [run.core.fragments[fragment].phase for fragment in (0, 2)] == ["merging", "open"]
-
-
-def test_what_blocks_a_learner_crosses_the_wire() -> None:
-    """A version that it does not hold is sent as 0, beside a run that is further."""
-    run = Run(AllLive())
-    run.join("a", FIRST, step=1)
-    beat = Beat(Claim("a", incarnation=1), 1, 1.0, Report(H, H, 1.0, waiting=True, blocked_with=(0, NOTHING, 0)))
-    request = pb.HeartbeatRequest.FromString(heartbeat_request("run", beat).SerializeToString())
-    run.beat("a", H, waiting=True, blocked_with=tuple(request.blocked_with))
-    assert run.core.members["a"].is_blocked_at([0, 7, 0])
 
 
 # --- a fragment without a holder --------------------------------------------------------------------------------------

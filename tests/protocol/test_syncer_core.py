@@ -1209,7 +1209,7 @@ def test_the_status_is_for_people_and_programs() -> None:
         "incarnation": 1, "step": 7, "tokens": 70, "live": True, "healthy": True, "heard": True, "waiting": False,
         "drained": False, "finished": False, "step_s": 0.5, "tokens_per_step": None, "silent_s": 2.0,
         "given_up_in_s": 8.0, "merged": 0, "share": None, "versions_behind": None, "staleness": None, "versions": [],
-        "experts": None,
+        "experts": None, "holds_part": False,
     }  # fmt: skip
     assert status["fragments"][0]["contributed"] == ["b"]
     assert status["fragments"][0]["members"] == ["a", "b"]

@@ -290,6 +290,15 @@ def loses_late_tokens_in_what_another_process_held(patch: pytest.MonkeyPatch) ->
     patch.setattr(Accounting, "begin", begun)
 
 
+def sees_no_circle_of_learners_that_hold_parts(patch: pytest.MonkeyPatch) -> None:
+    """As it was over a network, where a learner says 0 of what it does not hold."""
+    patch.setattr(
+        Member,
+        "is_blocked_at",
+        lambda self, now: self.blocked_with == tuple(v if self.holds(f) else -1 for f, v in enumerate(now)),
+    )
+
+
 HELD: dict[Defect, int] = {
     merges_what_is_not_held: 1,
     waits_for_all_whatever_they_hold: 3,
@@ -299,6 +308,7 @@ HELD: dict[Defect, int] = {
     holds_what_its_last_process_held: 3,
     leases_until_what_is_not_held_is_settled: 1,
     loses_late_tokens_in_what_another_process_held: 46,
+    sees_no_circle_of_learners_that_hold_parts: 1,
 }
 """Of learners that hold parts; each with the first seed to try."""
 

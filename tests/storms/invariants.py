@@ -10,9 +10,8 @@ from tests.chaos.versions import BrokenInvariantError, Versions, require
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
-from diloco.protocol.contribution import VERSION
+from diloco.protocol.contribution import NOTHING, VERSION
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import NOTHING
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import MergedRound, SavedRun
 

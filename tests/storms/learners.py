@@ -364,7 +364,8 @@ class Process:
         assert core is not None
         if core.waiting() or self._is_held:
             self._is_waiting = True
-            self._report(waiting=True, blocked_with=core.received_versions if core.waiting() else ())
+            versions = tuple(max(version, 0) for version in core.received_versions)  # as on the wire
+            self._report(waiting=True, blocked_with=versions if core.waiting() else ())
             return
         if self._is_waiting:
             self._is_waiting = False

@@ -6,6 +6,7 @@ python -m tests.syncer.test_held_experts ADDRESS KILL_AT      the holder that is
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from benchmarks.processes import until
 from tests.learner.mixtures import mixture, train_step
@@ -22,6 +24,7 @@ from tests.syncer.runs import RUN, LearnerThreads
 
 import diloco
 from diloco import events
+from diloco.cli import main
 from diloco.event_log import read_events
 from diloco.exchange.base import Exchange
 from diloco.exchange.dialling import fetch_status
@@ -42,6 +45,7 @@ fragments = { type = "Experts", groups = 2, trunk = { type = "Whole" } }
 lost_floor_s = 60.0
 lost_cap_s = 60.0
 reconnect_floor_s = 1.0
+record_contributions = true
 """
 
 
@@ -64,7 +68,9 @@ def train(
         return learner.metrics()
 
 
-def test_the_last_holder_of_an_expert_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_the_last_holder_of_an_expert_is_killed_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     syncer, stop = ForkedSyncer(tmp_path, RUN_FILE), threading.Event()
 
     def status() -> dict[str, Any]:
@@ -131,6 +137,12 @@ def test_the_last_holder_of_an_expert_is_killed_and_comes_back(tmp_path: Path) -
     merged = [it for it in read_events(tmp_path / "state" / "events.jsonl") if isinstance(it, events.Merged)]
     assert {name for it in merged if it.fragment == 1 for name in it.contributors} == {"victim", "late"}
     assert {name for it in merged if it.fragment == 0 for name in it.contributors} == {"survivor", "late"}
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["replay", str(tmp_path / "state"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["difference"], found["gaps"], found["boots"]) == (None, [], 2)
+    assert found["merges_equal"] == found["merges"] > 10
 
 
 def _victim(address: str, kill_at: int) -> None:

@@ -24,7 +24,7 @@ def status(tokens: int, step: int) -> dict[str, Any]:
     member = {
         "incarnation": 1, "step": step, "tokens": tokens, "live": True, "healthy": True, "waiting": False,
         "drained": False, "finished": False, "heard": True, "step_s": 0.5, "silent_s": 0.1, "versions": [2],
-        "experts": None,
+        "experts": None, "holds_part": False,
     }  # fmt: skip
     ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
     return {

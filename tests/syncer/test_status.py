@@ -20,6 +20,7 @@ from tests.syncer.runs import RUN, Raw, fall_silent, is_initialised, layout, met
 from typer.testing import CliRunner
 
 import diloco
+from diloco import events
 from diloco.cli._status_view import view
 from diloco.cli.status import command
 from diloco.core.fragments import layout_of
@@ -28,6 +29,7 @@ from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import RECENT_MERGES
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.following.stored_status import stored_status
 from diloco.protocol.contribution import UNMERGED
 from diloco.protocol.steering import Pool
 from diloco.report.frame import live_page
@@ -171,6 +173,52 @@ def test_who_trains_which_experts(tmp_path: Path) -> None:
         assert merged.experts in ((((0, 2),), ((0, 1),)), ((), ((2, 3),)))
         for raw in (first, second):
             raw.connection.close()
+
+
+def test_who_holds_which_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A learner that holds a part trains what it holds, from its join on; who is gone is said where, and in the log."""
+    caplog.set_level("INFO", logger="diloco")
+    specs = [TensorSpec("embed", (3,), "float32"), TensorSpec("m.experts.w", (4, 3), "float32")]
+    cut = diloco.Experts(groups=2, trunk=diloco.Whole())
+    mixture, every = replace(method(), fragments=cut, sync_every=1), layout_of(specs, (), cut)
+    with start(tmp_path, mixture) as syncer:
+        first, second = (Raw(syncer.address, name, held=every) for name in ("first", "second"))
+        first.initialise()
+        first.join(held=[0, 2])
+        second.join(held=[1, 2])
+        for raw in (first, second):
+            beat(raw, 1, versions=(0, 0, 0))  # on the wire, also of those that it does not hold
+        status = json.loads(shown(syncer, "--json"))
+        assert status["experts"] == {"number": 4, "untrained": []}
+        assert [(it["experts"], it["holds_part"]) for it in status["learners"].values()] == [
+            ([[0, 2]], True), ([[2, 4]], True),
+        ]  # fmt: skip
+        assert [it["versions"] for it in status["learners"].values()] == [[0, -1, 0], [-1, 0, 0]]
+        text = shown(syncer)
+        assert re.search(r"first +healthy .* 0-1\* *\n", text), text
+        assert "*: it holds no other experts." in " ".join(text.split())
+        first.push(diloco.FP32().encode(torch.ones(6)), fragment=0, step=1)
+        syncer.driver.drain()
+        first.push(diloco.FP32().encode(torch.ones(6)), fragment=0, round=1, base=1, step=2, trained=10)
+        syncer.driver.drain()
+        second.leave(tokens=5)
+        status = json.loads(shown(syncer, "--json"))
+        assert status["experts"]["untrained"] == [[2, 4]]
+        assert [each["version"] for each in status["fragments"]] == [2, 0, 0]
+        assert [each["ledger"]["trained"] for each in status["fragments"]] == [10, 5, 15]
+        assert status["learners"]["first"]["share"] == 1.0
+        text = shown(syncer, "--fragments")
+        assert "no live learner trains experts 2-3: nothing is merged into them\n" in text
+        assert re.search(r"\n +1 .* no live learner holds it *\n", text), text
+        for raw in (first, second):
+            raw.connection.close()
+    assert "joined: second (incarnation 1) at step 0, with experts 2-3" in caplog.text
+    assert "100% of live learners took part" in caplog.text  # of those that hold the fragment
+    joins = [each for each in read_events(tmp_path / "state" / "events.jsonl") if isinstance(each, events.Joined)]
+    assert [each.holds for each in joins] == [((0, 2),), ((2, 4),)]
+    stored = stored_status(tmp_path / "state")
+    assert stored["experts"] == {"number": 4, "untrained": [[2, 4]]}
+    assert (stored["learners"]["first"]["experts"], stored["learners"]["first"]["holds_part"]) == ([[0, 2]], True)
 
 
 def test_a_run_without_a_learner_has_no_empty_table(syncer: Syncer) -> None:

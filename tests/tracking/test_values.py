@@ -130,6 +130,23 @@ def test_totals_go_on_after_a_restart_and_speed_begins_anew() -> None:
     assert "run/tokens_per_s" not in point.values  # it was not there meanwhile
 
 
+def test_a_learner_is_no_part_of_participation_in_what_it_does_not_hold() -> None:
+    values = SyncerValues()
+    part = ev.LearnerProgress(incarnation=1, state="healthy", step=1, tokens=1, versions=(-1, 0))
+    learners = {"a": part.model_copy(update={"versions": (0, 0)}), "b": part}
+    moment = ev.Progress(t=1.0, step=1, tokens=2, learners=learners)
+    values.take(moment)
+    values.take(merged(("a",), (), 0.5))
+    point = values.take(moment.model_copy(update={"t": 2.0}))
+    assert point is not None
+    assert point.values["run/participation"] == 1.0
+    values.take(ev.Joined(learner="b", incarnation=2))
+    values.take(merged(("a",), (), 0.5))
+    point = values.take(moment.model_copy(update={"t": 3.0}))
+    assert point is not None
+    assert point.values["run/participation"] == 0.5
+
+
 def test_a_lost_learner_is_not_live_and_is_no_part_of_participation() -> None:
     values = SyncerValues()
     here, gone = progress(1000.0, 40, 800, "a", "b").learners.values()

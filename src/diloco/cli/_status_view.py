@@ -246,7 +246,7 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
         row = [f"{it['step']:,}", share, silent]
         if trains:
             own = "?" if it["experts"] is None else numbers(it["experts"])
-            row.append(own if whole_names else shortened(own, LONG_EXPERTS))
+            row.append((own if whole_names else shortened(own, LONG_EXPERTS)) + "*" * it["holds_part"])
         if wide:
             step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
             behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
@@ -294,4 +294,5 @@ def _legend(status: dict[str, Any], *, wide: bool) -> str:
     """Explanations of the columns, and of the reasons for discarded tokens that occur in this run."""
     reasons = sorted({reason for fragment in status["fragments"] for reason in fragment["ledger"]["discarded"]})
     explained = "".join(f" {reason}: {DISCARDED[reason]}." for reason in reasons if reason in DISCARDED)
-    return f"{LEGEND}{explained}{f' {MORE_LEGEND}' if wide else ''}"
+    part = " *: it holds no other experts." if any(it["holds_part"] for it in status["learners"].values()) else ""
+    return f"{LEGEND}{part}{explained}{f' {MORE_LEGEND}' if wide else ''}"

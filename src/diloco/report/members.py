@@ -47,6 +47,11 @@ class LearnerSummary:
         """The learner left, or was evicted."""
         self.state, self.since, self.reason = "gone", t, reason
 
+    def holds(self, fragment: int) -> bool:
+        """Whether its newest incarnation holds a fragment, as far as is known."""
+        it = self.progress
+        return it is None or it.incarnation != self.incarnation or it.holds(fragment)
+
     @property
     def is_live(self) -> bool:
         """Whether it is a member that is not lost."""
@@ -77,6 +82,7 @@ class LearnerSummary:
             "step_s": None if it is None else it.step_s, "silent_s": silent_s,
             "loss": None if it is None else it.training_loss, "behind": behind,
             "experts": it.experts if it is not None and self.is_live else (),
+            "holds_part": it is not None and it.holds_part,
             "sent_bytes": self.num_bytes[0], "received_bytes": self.num_bytes[1],
             "sent_bytes_per_s": self.rates[0], "received_bytes_per_s": self.rates[1],
         }  # fmt: skip

@@ -20,10 +20,10 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
         case ev.Initialised(learner=learner, num_parameters=number, source=source, cut=cut):
             cut = f", in {cut}" if cut else ""
             return "good", f"{learner} gave the run its model of {number:,} parameters (from {source}){cut}"
-        case ev.Joined(learner=learner, incarnation=1, step=step):
-            return "good", f"{learner} joined at step {step:,}"
-        case ev.Joined(learner=learner, step=step):
-            return "good", f"{learner} rejoined at step {step:,}"
+        case ev.Joined(learner=learner, incarnation=incarnation, step=step, holds=holds):
+            experts = ("–".join(map(str, sorted({first, stop - 1}))) for first, stop in holds or ())
+            part = "" if holds is None else f", with experts {', '.join(experts)}"
+            return "good", f"{learner} {'joined' if incarnation == 1 else 'rejoined'} at step {step:,}{part}"
         case ev.Left(learner=learner, tokens=tokens):
             return "plain", f"{learner} left after {tokens:,} tokens"
         case ev.Evicted(reason=reason) if reason.startswith("evicted by "):  # the event `Steered` has the sentence

@@ -142,13 +142,14 @@ class Story:
         for name in event.contributors:
             self._member(name).merges += 1
         for member in self._members.values():
-            if member.is_live or member.name in event.contributors:
+            if (member.is_live and member.holds(event.fragment)) or member.name in event.contributors:
                 member.recent.append(member.name in event.contributors)
         trained = Counter(expert for own in event.experts for pair in own for expert in range(*pair))
         for expert, num_learners in trained.items():
             merges, learners, _ = self._experts.get(expert, (0, 0, 0))
             self._experts[expert] = merges + 1, learners + num_learners, event.version
-        absent = sorted(({*event.members} | self._live_names()) - {*event.contributors})
+        holders = {name for name in self._live_names() if self._members[name].holds(event.fragment)}
+        absent = sorted(({*event.members} | holders) - {*event.contributors})
         self._merges.add(
             {
                 "t": event.t, "fragment": event.fragment, "version": event.version, "who": list(event.contributors),

@@ -237,7 +237,7 @@ class Driver(Generic[H, S, P]):
             self._clock.now_s(), learner, process=claim.process, after=claim.incarnation, ready=ready,
             overlap=overlap, tokens_per_step=tokens_per_step, held=held,
         )  # fmt: skip
-        self._observer.joined(learner, incarnation, core.step)
+        self._observer.joined(learner, incarnation, core.step, self.state.experts.held_by(core.members[learner]))
         self._writes.record(partial(done, incarnation))
         self._executor.execute(actions)
 

@@ -267,7 +267,8 @@ class ActionExecutor(Generic[H, S, P]):
         actions: list[Action] = []
         for merged, merged_at_s in commit.versions:
             self._state.model.take(merged, core.intervals_in_flight)
-            self._observer.published(merged, len(core.members), now_s - merged_at_s)
+            num_live = sum(it.holds(merged.update.fragment) for it in core.members.values())
+            self._observer.published(merged, num_live, now_s - merged_at_s)
             actions += core.stored(now_s, merged.update.fragment)
         self.execute([*actions, *core.recorded(now_s, serial)])
         for each in commit.then:

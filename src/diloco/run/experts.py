@@ -50,6 +50,12 @@ class ExpertStatus:
         own = self._known(member) if member.held is None else self._trained_by(member)
         return as_lists(_ranges(expert for each in own.values() for expert in each)) if own else None
 
+    def held_by(self, member: Member) -> Ranges | None:
+        """The experts that a member holds, as ranges (first, stop); None: the whole model."""
+        if member.held is None:
+            return None
+        return _ranges(expert for f, group in self._groups.items() if member.holds(f) for expert in group)
+
     def as_dict(self, members: Collection[Member]) -> dict[str, Any] | None:
         """Plain values: the `number` of experts, and as ranges `untrained`, those that no member trains. None: the run
         is of no mixture."""

@@ -274,8 +274,8 @@ class Observer(Protocol):
     def initialised(self, model: InitialModel[Any], cut: str) -> None:
         """The run was initialised. `cut`: how its method cut the model, in words."""
 
-    def joined(self, learner: str, incarnation: int, step: int) -> None:
-        """A new incarnation has joined."""
+    def joined(self, learner: str, incarnation: int, step: int, experts: Ranges | None) -> None:
+        """A new incarnation has joined. `experts`: that it holds; None: the whole model."""
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
         """A learner has left."""
@@ -299,7 +299,7 @@ class Observer(Protocol):
         """The outer step was taken. `experts`: of a group of experts, those that each contributor trains."""
 
     def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
-        """A version is visible."""
+        """A version is visible. `num_live`: members that hold its fragment."""
 
     def data_moved(self, leases: Leases) -> None:
         """Of leased data, a pass is complete, or units were returned."""

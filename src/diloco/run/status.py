@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.events import RECENT_MERGES
 from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import NOTHING
 from diloco.protocol.in_flight import total
 from diloco.protocol.members import Claim
 from diloco.protocol.syncer import SyncerCore
@@ -87,8 +88,8 @@ class RunStatus:
         since this syncer started; otherwise its step and silence are unknown), `merged` (fragments whose newest version
         contains its work), `share` (of the last merges while it trained; None: there was none since this syncer
         started), `versions_behind` (of its oldest fragment; None: not reported yet), `staleness` (of its last merged
-        contribution, in versions; None: none yet), `experts` (as in `ExpertStatus.of`). `data`: as in `Leases.status`.
-        `experts`: as in `ExpertStatus.as_dict`.
+        contribution, in versions; None: none yet), `experts` (as in `ExpertStatus.of`), `holds_part` (it holds no
+        others). `data`: as in `Leases.status`. `experts`: as in `ExpertStatus.as_dict`.
         """
         lineage = state.lineage(0)
         base = {
@@ -141,7 +142,8 @@ class RunStatus:
             "share": sum(seen.recent) / len(seen.recent) if seen.recent else None,
             "versions_behind": max(0, *behind) if behind else None,
             "staleness": seen.staleness,
-            "versions": list(seen.versions),
+            "versions": [version if member.holds(f) else NOTHING for f, version in enumerate(seen.versions)],
+            "holds_part": member.held is not None,
         }
 
 

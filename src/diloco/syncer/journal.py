@@ -15,7 +15,7 @@ from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Leases
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
-from diloco.protocol.units import Ranges, count, union
+from diloco.protocol.units import Ranges, count, numbers, union
 from diloco.run.ports import InitialModel, MergedRound, Observer
 from diloco.syncer.metrics import SyncerMetrics
 
@@ -87,9 +87,10 @@ class Journal(Observer):
             )
         )  # fmt: skip
 
-    def joined(self, learner: str, incarnation: int, step: int) -> None:
-        log.info("joined: %s (incarnation %d) at step %d", learner, incarnation, step)
-        self._events.append(events.Joined(learner=learner, incarnation=incarnation, step=step))
+    def joined(self, learner: str, incarnation: int, step: int, experts: Ranges | None) -> None:
+        part = "" if experts is None else f", with experts {numbers(experts)}"
+        log.info("joined: %s (incarnation %d) at step %d%s", learner, incarnation, step, part)
+        self._events.append(events.Joined(learner=learner, incarnation=incarnation, step=step, holds=experts))
         self._metrics.joins.labels(learner).inc()
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:

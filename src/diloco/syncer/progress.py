@@ -134,7 +134,7 @@ def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgres
     return events.LearnerProgress(
         incarnation=it["incarnation"], state=state_of(it), step=it["step"], tokens=it["tokens"], step_s=it["step_s"],
         silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
-        experts=it["experts"] or (),
+        experts=it["experts"] or (), holds_part=it["holds_part"],
     )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ class SyncerValues:
         self.run_id = ""
         self._step = 0
         self._live: set[str] = set()
+        self._newest: dict[str, ev.LearnerProgress] = {}  # of incarnations that are there
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
         self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
         self._before: tuple[float, int] | None = None  # Unix time and tokens of the last `progress` of this process
@@ -103,10 +104,11 @@ class SyncerValues:
                 self._step = event.step
             case ev.Joined():
                 self._live.add(event.learner)
+                self._newest.pop(event.learner, None)
             case ev.Left() | ev.Evicted():
                 self._live.discard(event.learner)
             case ev.Merged():
-                expected = {*event.members, *event.contributors} | self._live
+                expected = {*event.members, *event.contributors} | self._live - self._without(event.fragment)
                 share = len(event.contributors) / max(1, len(expected))
                 self._merges.append((len(event.contributors), share, event.merge_s))
             case ev.Reported():
@@ -122,6 +124,7 @@ class SyncerValues:
     def _progress(self, event: ev.Progress) -> Point:
         self._step, self.run_id = event.step, event.run_id
         self._live = {name for name, it in event.learners.items() if it.state != "lost"}
+        self._newest = dict(event.learners)
         values = {
             "run/live_learners": float(len(self._live)),
             "run/healthy_learners": float(sum(it.state == "healthy" for it in event.learners.values())),
@@ -139,6 +142,10 @@ class SyncerValues:
         for learner, it in event.learners.items():
             values |= self._learner(learner, it)
         return Point(event.step, event.t, values)
+
+    def _without(self, fragment: int) -> set[str]:
+        """Learners that do not hold a fragment."""
+        return {name for name, it in self._newest.items() if not it.holds(fragment)}
 
     def _totals(self, tokens: int) -> dict[str, float]:
         totals, (received, sent) = {"run/tokens": tokens, **self._counts}, self._traffic.ways()

@@ -215,7 +215,7 @@ function experts() { // a strip for each quantity
   const counts = story.experts.map(([merges]) => merges), means = story.experts.map(mean).map((it) => +it.toFixed(1));
   const rows = story.learners.filter((it) => it.experts.length).map((it) => {
     const own = story.experts.map((_, expert) => +it.experts.some(([first, stop]) => first <= expert && expert < stop));
-    return strip(it.name, `trains experts ${ranges(it.experts)}`, own, colour(it.name), (expert) => `expert ${expert}: ${own[expert] ? "trained" : "not trained"} by ${it.name}`);
+    return strip(it.name, `${it.holds_part ? "holds and trains" : "trains"} experts ${ranges(it.experts)}`, own, colour(it.name), (expert) => `expert ${expert}: ${own[expert] ? "trained" : it.holds_part ? "not held" : "not trained"} by ${it.name}`);
   });
   $("experts").replaceChildren(
     strip(`merged ${of(counts)} times`, "how often each was merged", counts, "var(--ink)", told),
