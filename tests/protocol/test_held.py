@@ -364,13 +364,16 @@ def test_units_that_all_held_fragments_discard_come_back() -> None:
     assert leases.leases["b", 1].fates == [{UNHELD: ((0, 4),)}, {}, {}]
 
 
-@pytest.mark.parametrize(("held", "claimed"), [(FIRST, ((0, 6),)), (SECOND, ()), (None, ())])
+@pytest.mark.parametrize(
+    ("before", "held", "claimed"),
+    [(FIRST, FIRST, ((0, 6),)), (FIRST, SECOND, ()), (FIRST, None, ()), (None, FIRST, ()), (None, None, ((0, 6),))],
+)
 def test_a_learner_that_comes_back_claims_units_if_it_holds_the_same(
-    held: tuple[int, ...] | None, claimed: Ranges
+    before: tuple[int, ...] | None, held: tuple[int, ...] | None, claimed: Ranges
 ) -> None:
     """Those of its pending work, and those of a batch that it has drawn."""
     leases, queue = Leases(3), UnitQueue(DATA, 10)
-    queue.granted(leases.ask("a", 1, queue.ask(((), (), ())), held=FIRST))  # type: ignore[arg-type]
+    queue.granted(leases.ask("a", 1, queue.ask(((), (), ())), held=before))  # type: ignore[arg-type]
     queue.draw(4)
     queue.take()
     pending = queue.trained()
@@ -378,9 +381,9 @@ def test_a_learner_that_comes_back_claims_units_if_it_holds_the_same(
     leases.decided(Contribution("a", 1, 0, 1, 0, 0, 4, 4, units=((0, 4),), step=H), None, [], version=1)
     leases.ended("a", 1, [])
     queue.start_over()
-    ask = queue.ask(((), (), pending or ()))
+    ask = queue.ask(((), pending or () if before is None else (), pending or ()))
     assert ask is not None
-    assert ask.claim == (((4, 6),), ((4, 6),), ((0, 6),))
+    assert ask.claim == (((4, 6),), ((0, 6),) if before is None else ((4, 6),), ((0, 6),))
     grant = leases.ask("a", 2, ask, held=held)
     assert grant.claimed == claimed
     assert leases.num_unclaimed == 6 - (6 if claimed else 0)

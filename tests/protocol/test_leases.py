@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.contribution import KEPT, LATE, MISSED, OUT_OF_STEP, OUTLIER, OVERLAP, Contribution
-from diloco.protocol.leases import Ask, DataSet, Grant, Leases, rolled_back
+from diloco.protocol.leases import UNHELD, Ask, DataSet, Grant, Leases, rolled_back
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import KEPT_VERSIONS, MERGED, Ranges, common, count, is_set, minus, ranges_of, split, union
 
@@ -51,10 +51,11 @@ def test_ranges_are_sets(a: set[int], b: set[int], num: int) -> None:
 
 
 class Learner:
-    """One incarnation: the units that it has, what it has trained and not sent by fragment, what was overwritten."""
+    """One incarnation: the units that it has, what it has trained and not sent by fragment, what was overwritten, and
+    the fragments that it holds."""
 
-    def __init__(self, name: str, incarnation: int, num_fragments: int) -> None:
-        self.name, self.incarnation = name, incarnation
+    def __init__(self, name: str, incarnation: int, num_fragments: int, holds: frozenset[int]) -> None:
+        self.name, self.incarnation, self.holds = name, incarnation, holds
         self.asks = 0
         self.held: list[int] = []
         self.pending: list[set[int]] = [set() for _ in range(num_fragments)]
@@ -76,6 +77,7 @@ class World:
         self.open: list[Contribution] = []
         self.learners: dict[str, Learner] = {}
         self.incarnations: Counter[str] = Counter()
+        self.holds: dict[str, frozenset[int]] = {}  # that its next incarnation holds; all, where it says nothing
         self.checkpoints: dict[str, tuple[list[set[int]], list[set[int]]]] = {}
         self.merges: Counter[tuple[int, int]] = Counter()  # by unit and fragment
         self.versions: list[list[set[int]]] = [[] for _ in range(num_fragments)]  # the units in each
@@ -84,7 +86,8 @@ class World:
     def join(self, name: str, *, resumes: bool) -> None:
         self.end(name)
         self.incarnations[name] += 1
-        learner = self.learners[name] = Learner(name, self.incarnations[name], self.num_fragments)
+        holds = self.holds.get(name, frozenset(range(self.num_fragments)))
+        learner = self.learners[name] = Learner(name, self.incarnations[name], self.num_fragments, holds)
         saved = self.checkpoints.get(name)
         if not resumes or saved is None:
             self.checkpoints.pop(name, None)
@@ -99,8 +102,8 @@ class World:
         learner.asks += 1
         ask = Ask(learner.asks, num, self.data, claim)
         free_before = minus(self.everything(), union(self.leases.leased, self.leases.done))
-        grant = self.leases.ask(learner.name, learner.incarnation, ask)
-        assert self.leases.ask(learner.name, learner.incarnation, ask) == grant  # a retransmission
+        grant = self.leases.ask(learner.name, learner.incarnation, ask, held=learner.holds)
+        assert self.leases.ask(learner.name, learner.incarnation, ask, held=learner.holds) == grant  # a retransmission
         assert minus(union(grant.units, grant.claimed), free_before) == ()
         learner.held += sorted(numbers(grant.units))
         return grant
@@ -112,8 +115,8 @@ class World:
     def train(self, name: str, num: int) -> None:
         learner = self.learners[name]
         units, learner.held = set(learner.held[:num]), learner.held[num:]
-        for its in learner.pending:
-            its |= units
+        for fragment in learner.holds:
+            learner.pending[fragment] |= units
 
     def overwrite(self, name: str, fragment: int) -> None:
         learner = self.learners[name]
@@ -195,6 +198,11 @@ class World:
             waiting = sum(count(it.fates[fragment].get(MERGED, ())) for it in leases.leases.values())
             merges = sum(num for (_, at), num in self.merges.items() if at == fragment)
             assert totals.merges == merges == totals.fates[MERGED] + waiting + totals.repeated
+        for learner in self.learners.values():
+            if (lease := leases.leases.get((learner.name, learner.incarnation))) is not None:
+                unheld = [lease.units == its.get(UNHELD, ()) for its in lease.fates]
+                assert not lease.units or unheld == [f not in learner.holds for f in range(self.num_fragments)]
+                assert not set.intersection(*(numbers(lease.settled(f)) for f in learner.holds))  # done, or free again
         merged = {unit for unit, _ in self.merges}
         assert done <= merged  # nothing is skipped
         before_pass = {unit for unit in range(leases.frontier) if unit // 40 < status["passes_done"]}
@@ -305,6 +313,48 @@ def test_what_a_repair_loses_comes_back() -> None:
         num_repeated += sum(totals.repeated for totals in world.leases.totals)
     assert num_lost > 100
     assert num_repeated > 100
+
+
+def test_all_adds_up_where_learners_hold_parts() -> None:
+    """As above; one that comes back holds something else now and then, and goes on from its checkpoint if it does not.
+    All hold the last fragment."""
+    parts = [frozenset(held) for held in ({0, 2}, {1, 2}, {2}, {0, 1, 2})]
+    num_claimed = num_unclaimed = 0
+    for seed in range(80):
+        draw = Random(seed)
+        world = World(3, 0)
+        for _ in range(150):
+            name = draw.choice("abc")
+            if name not in world.learners:
+                before = world.holds.get(name)
+                world.holds[name] = draw.choice(parts) if before is None or draw.random() < 0.3 else before
+                world.join(name, resumes=world.holds[name] == before and draw.random() < 0.8)
+                num_claimed += sum(map(len, world.learners[name].pending))
+            fragment = draw.choice(sorted(world.learners[name].holds))
+            what = draw.choices(
+                ["ask", "train", "send", "verdict", "overwrite", "checkpoint", "end", "restart", "repair"],
+                [3, 6, 8, 14, 1, 4, 0.7, 0.3, 0.3],
+            )[0]
+            match what:
+                case "ask":
+                    happen(world, what, name, draw.randint(1, 12))
+                case "train":
+                    happen(world, what, name, draw.randint(1, 6))
+                case "verdict":
+                    happen(world, what, 0, draw.choice([None, None, None, LATE, OUT_OF_STEP]))
+                case "repair":
+                    happen(world, what, fragment, draw.randint(1, KEPT_VERSIONS - 1))
+                case "overwrite" | "send":
+                    if world.learners[name].pending[fragment]:
+                        happen(world, what, name, fragment)
+                case _:
+                    happen(world, what, name, fragment)
+            world.check()
+        num_unclaimed += world.leases.num_unclaimed
+        num_done = count(world.leases.done)
+        assert all(totals.fates.total() == num_done for totals in world.leases.totals)
+    assert num_claimed > 100
+    assert num_unclaimed > 10
 
 
 def two_fragments() -> tuple[World, Learner]:

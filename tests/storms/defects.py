@@ -14,6 +14,7 @@ from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verd
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Leases
 from diloco.protocol.members import Deadlines, Member
+from diloco.protocol.rounds import late_contributions
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.late_contributions import LateRounds
 from diloco.protocol.rounds.pushed import PushedLearner
@@ -253,6 +254,12 @@ def needs_more_learners_than_hold_a_fragment(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScheduledSyncer, "_at_least", lambda self, fragment, step: self._run.at_least)
 
 
+def takes_all_that_train_for_holders(patch: pytest.MonkeyPatch) -> None:
+    """In called and pushed rounds."""
+    ready = late_contributions.ready
+    patch.setattr(late_contributions, "ready", lambda run, fragment=None: ready(run))
+
+
 def counts_tokens_in_what_is_not_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Account, "holds", lambda self, fragment: True)
 
@@ -303,6 +310,7 @@ HELD: dict[Defect, int] = {
     merges_what_is_not_held: 1,
     waits_for_all_whatever_they_hold: 3,
     needs_more_learners_than_hold_a_fragment: 3,
+    takes_all_that_train_for_holders: 6,
     counts_tokens_in_what_is_not_held: 1,
     forgets_what_members_hold: 1,
     holds_what_its_last_process_held: 3,
