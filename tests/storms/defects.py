@@ -205,13 +205,13 @@ def counts_nothing_of_evicted_incarnations(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_evicted_incarnations_again(patch: pytest.MonkeyPatch) -> None:
-    lose = Accounting._lose_late
+    lose = Account.lose_late
 
-    def twice(self: Accounting, account: Account, tokens: int) -> None:
-        lose(self, account, tokens)
-        lose(self, account, tokens)
+    def twice(self: Account, tokens: int, held: frozenset[int] | None) -> None:
+        lose(self, tokens, held)
+        lose(self, tokens, held)
 
-    patch.setattr(Accounting, "_lose_late", twice)
+    patch.setattr(Account, "lose_late", twice)
 
 
 def merges_what_is_not_trained(patch: pytest.MonkeyPatch) -> None:
