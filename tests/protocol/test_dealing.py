@@ -90,7 +90,7 @@ def run_of_four() -> tuple[Dealing, dict[str, Member]]:
 def test_the_first_learner_with_a_group_to_spare_takes_over_from_a_lost_one() -> None:
     dealing, members = run_of_four()
     del members["b"]
-    dealing.lost(1.0, "b", members)
+    dealing.lost("b", members)
     assert {learner: dealing.of(learner) for learner in "abcd"} == {"a": (1,), "b": (), "c": (2,), "d": (0,)}
     members["b"] = member("b", (1, 3))  # it is back, and joins with what it holds
     dealing.joined("b", members, is_dealt=True)
@@ -101,7 +101,7 @@ def test_the_first_learner_with_a_group_to_spare_takes_over_from_a_lost_one() ->
 def test_a_learner_that_leaves_for_another_set_is_expected_back() -> None:
     dealing, members = run_of_four()
     del members["b"]
-    dealing.lost(1.0, "b", members)
+    dealing.lost("b", members)
     dealing.left(2.0, members.pop("a"))  # it holds group 0, and was dealt group 1
     assert dealing.ask(3.0, "a", 1, members) == (1,)
     dealing.left(4.0, members.pop("c"))  # for good

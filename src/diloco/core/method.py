@@ -248,6 +248,12 @@ class Method:
         """Whether rounds must be closed on whole fragments, and not shard by shard."""
         return self.screen is not None or not self.merge.elementwise
 
+    @property
+    def dealing(self) -> tuple[int, int, int]:
+        """Groups of experts, `copies` and `deal_every` (`fragments.Experts`); no groups: no learner holds a part."""
+        cut = self.fragments
+        return (cut.groups, cut.copies, cut.deal_every) if isinstance(cut, Experts) else (0, 1, 0)
+
     def cut_in_words(self, layout: Layout) -> str:
         """How this method cut a model into its fragments, and why."""
         return cut_in_words(layout, self.fragments)

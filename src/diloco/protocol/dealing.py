@@ -102,10 +102,9 @@ class Dealing:
         elif member.learner in self.sets:
             self._promised_until[member.learner] = now + PROMISED_FOR_S
 
-    def lost(self, now: float, learner: str, members: Mapping[str, Member]) -> None:
+    def lost(self, learner: str, members: Mapping[str, Member]) -> None:
         """A learner was evicted: others take over the groups that nobody holds."""
         self.sets.pop(learner, None)
-        self._forget(now, members)
         self._balance(members)
 
     def turned(self, versions: Sequence[int], members: Mapping[str, Member]) -> None:
