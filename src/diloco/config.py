@@ -554,8 +554,8 @@ def _num_dealt(config: RunConfig) -> int:
 def require_dealt(config: RunConfig) -> None:
     """Raise ConfigError if a run file, with the tables of its learners, deals experts to none of them."""
     cut = config.method.get("fragments")
-    for key in ("copies", "deal_every") if isinstance(cut, dict) and not _num_dealt(config) else ():
-        if key in cut:
+    for key in ("copies", "deal_every"):
+        if isinstance(cut, dict) and key in cut and not _num_dealt(config):
             raise ConfigError(f'method.fragments.{key} has no effect without train.holds_experts = "{AUTO}"; drop it')
 
 

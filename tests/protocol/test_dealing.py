@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.dealing import PROMISED_FOR_S, Dealing, Sets, balanced, first_set
+from diloco.protocol.dealing import PROMISED_FOR_S, Dealing, Sets, balanced
 from diloco.protocol.members import Member
 
 

@@ -46,7 +46,7 @@ class DealtExperts:
         of_choice = self._num_experts // num_choices
         if self._size > 1 and num_choices > 1 and any(own and own[0] % of_choice for own in groups):
             raise ConfigError(
-                f"Experts(groups={cut.groups}) cuts through the {num_choices} groups of the router (n_group), which the "
+                f"Experts(groups={cut.groups}) cuts through the {num_choices} groups of the router (n_group), which "
                 f"sets that are dealt would not fill equally; make {num_choices} groups, or a number that divides it."
             )
         smallest = chain.from_iterable(sorted(groups, key=len)[: self._size])

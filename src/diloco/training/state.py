@@ -1,5 +1,6 @@
 """The training state of a learner: model, inner optimizer, data and exchange; its inner steps and checkpoints."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_
 from diloco.training.pretrained import global_model
 from diloco.training.rank_group import RankGroup, choose_device
 from diloco.training.spec import Clock
+
+COUNTED = ("updates", "merges", "blocked_s", "num_blocked", "blocked_histogram", "num_bytes", "resumed_bytes")
+"""Of a learner's metrics, those that are sums over its life."""
 
 LEASE_STEPS = 16
 """Inner steps that a lease of data covers by default."""
@@ -96,6 +100,7 @@ class TrainingState:
         self.ranks, self._peers = ranks, peers or ranks
         self.held = held
         self._vocab_size = corpus.vocab_size
+        self._earlier: dict[str, Any] = {}
         self._whole: tuple[nn.Module, dict[str, Any]] | None = None  # and its inner optimizer, until this learner joins
         self.is_dealt = config.train.holds_experts == AUTO
         self.part = None if begins_whole else held
@@ -140,6 +145,15 @@ class TrainingState:
     def tokens_per_s(self) -> float:
         """Tokens per second of this learner since its process started."""
         return self._trained_here / max(1e-9, self.inner_s)
+
+    def metrics(self) -> dict[str, Any]:
+        """As `Learner.metrics`; its bytes, versions, merges and waits with those of earlier learners (`leave_for`)."""
+        now = self.learner.metrics()
+        for key, earlier in self._earlier.items():
+            now[key] = (
+                dict(Counter(now[key]) + Counter(earlier)) if isinstance(earlier, Mapping) else now[key] + earlier
+            )
+        return now
 
     def take_step(self) -> StepResult:
         """Take one inner step and the learner's part of it."""
@@ -187,6 +201,7 @@ class TrainingState:
         optimizer's state of the experts that both have, and without state of the others, whose values come from the
         run."""
         self.learner.close()
+        self._earlier = {key: value for key, value in self.metrics().items() if key in COUNTED}
         layout, before, model, state = self.learner.layout, self.part, self.model, self.optimizer.state_dict()
         assert layout is not None
         assert before is not None
