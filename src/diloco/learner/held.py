@@ -51,8 +51,8 @@ class HeldExperts:
         """
         if text == "auto":
             raise ConfigError(
-                'holds_experts="auto" is for the reference trainer, which rebuilds its model when the syncer deals other '
-                'experts; name those that this model has, such as "4-7 of 16".'
+                'holds_experts="auto" is for the reference trainer, which rebuilds its model when other experts are '
+                'dealt; name those that this model has, such as "4-7 of 16".'
             )
         named, _, number = str(text).partition(" of ")
         if not re.fullmatch(r"\s*[1-9]\d{0,5}\s*", number):
