@@ -52,7 +52,7 @@ def auto(tiny: Tiny) -> Callable[..., RunConfig]:
 
 
 def run(config: RunConfig, scenario: Scenario, directory: Path) -> tuple[_Simulation, Any]:
-    configs = {name: config for name in "abcd"}
+    configs = dict.fromkeys("abcd", config)
     shared = SharedInputs(load_corpus(config.data))
     simulation = _Simulation(configs, method_from_table(config.method), scenario, directory, shared, None)
     return simulation, simulation.run()
@@ -119,7 +119,7 @@ def test_a_learner_comes_back_with_the_set_of_its_checkpoint_and_is_dealt_the_ne
 
 def test_simulate_tells_the_loss_of_the_whole_model(auto: Callable[..., RunConfig], tmp_path: Path) -> None:
     config = auto("groups=2, copies=2", "run.steps=8")
-    result = simulate({name: config for name in "abcd"}, Scenario(), tmp_path / "sim")
+    result = simulate(dict.fromkeys("abcd", config), Scenario(), tmp_path / "sim")
     assert result.loss is not None
 
 
@@ -223,7 +223,7 @@ def test_a_loop_of_ones_own_has_fixed_sets(auto: Callable[..., RunConfig]) -> No
     ranks = RankGroup()
     ranks.size = 2
     with pytest.raises(ConfigError, match='"auto" deals experts to learners of one process'):
-        Trainer(config, LearnerSpec("wide"), ranks=ranks)
+        Trainer(auto("groups=4", "train.global_batch=8"), LearnerSpec("wide"), ranks=ranks)
 
 
 def test_a_syncer_deals_no_more_groups_than_there_are() -> None:
@@ -257,10 +257,9 @@ def test_the_run_file_tells_for_how_many_learners_experts_are_dealt() -> None:
         assert config.num_dealt == 3
     require_dealt(parse_config(RUN_FILE))
     assert method_from_table(config.method).dealing == (4, 2, 3)
-    for key, line in (("copies", "copies = 2"), ("deal_every", "deal_every = 3")):
-        text = RUN_FILE.replace('"auto"', '"0-3"').replace(line, "")
-        with pytest.raises(ConfigError, match=f"{'copies' if key == 'deal_every' else 'deal_every'} has no effect"):
-            require_dealt(parse_config(text))
+    for key, line in (("copies", ", deal_every = 3"), ("deal_every", ", copies = 2")):
+        with pytest.raises(ConfigError, match=rf"method\.fragments\.{key} has no effect without train\.holds_experts"):
+            require_dealt(parse_config(RUN_FILE.replace('"auto"', '"0-3"').replace(line, "")))
     with pytest.raises(ConfigError, match=r"deal_every=3\) deals sets anew while experts are not sent"):
         diloco.Experts(groups=4, every=2, deal_every=3)
     assert set(diloco.DiLoCo(sync_every=8, fragments=diloco.Experts(4, deal_every=2)).schedule(5).offsets) == {8}

@@ -208,7 +208,11 @@ class Method:
             ConfigError: another number of offsets.
         """
         return Schedule(
-            self.sync_every, num_fragments, self.overlap, self.offsets, self.fragments.multiples(num_fragments),
+            self.sync_every,
+            num_fragments,
+            self.overlap,
+            self.offsets,
+            self.fragments.multiples(num_fragments),
             together=self.dealing[2] > 0,  # so that a learner that gets another set has sent all of its work
         )
 
