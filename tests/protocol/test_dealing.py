@@ -6,9 +6,14 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol.driving import only, record, restarted
 
+from diloco import DiLoCo, Experts
+from diloco.protocol.actions import Evict, Tell
 from diloco.protocol.dealing import PROMISED_FOR_S, Dealing, Sets, balanced
-from diloco.protocol.members import Member
+from diloco.protocol.members import Member, Report
+from diloco.protocol.rounds.base import Rules
+from diloco.protocol.syncer import SyncerCore
 
 
 @st.composite
@@ -130,3 +135,33 @@ def test_sets_turn_with_the_rounds_of_the_trunk_and_are_restored() -> None:
     assert again.sets == dealing.sets
     again.turned([0, 0, 0, 7], members)
     assert again.of("a") == (0,)
+
+
+def test_a_syncer_tells_its_learners_and_one_that_is_restarted_goes_on() -> None:
+    core = SyncerCore(Rules.of(DiLoCo(fragments=Experts(groups=3)), 4), [0] * 4, dealing=Dealing(3))
+    for learner in "abcd":
+        groups, _ = core.deal(0.0, learner, 1)
+        core.joined(0.0, learner, held=(*groups, 3), dealt=True)
+    core.joined(0.0, "whole")
+    assert [core.standing(it).dealt for it in ("a", "b", "c", "d", "whole")] == [(0,), (1,), (2,), (0,), ()]
+    core.left(0.0, "whole", 1, tokens=0)
+    core.joined(1.0, "b", held=(1, 3), dealt=True)  # its process was killed, and started again
+    assert [core.standing(learner).dealt for learner in "abcd"] == [(0,), (1,), (2,), (0,)]
+    again = restarted(core, record(core)[0], 2.0)
+    again.dealing.num_groups = 3
+    for learner in "acd":
+        again.heartbeat(149.5, learner, 1, Report())
+    actions = again.tick(150.0)  # nothing was heard of b
+    assert only(Evict, actions).learner == "b"
+    assert only(Tell, actions).learners == ("a",)
+    assert [again.standing(learner).dealt for learner in "acd"] == [(1,), (2,), (0,)]
+    again.left(151.0, "a", 1, tokens=0)
+    again.tick(152.0)
+    assert again.deal(153.0, "a", 1)[0] == (1,)
+    assert again.joined(154.0, "a", held=(1, 3), dealt=True)[0] == 2
+    assert [again.standing(learner).dealt for learner in "acd"] == [(1,), (2,), (0,)]
+    _, actions = again.joined(155.0, "b", held=(1, 3), dealt=True)  # it is back, with what it was dealt
+    assert not any(isinstance(each, Tell) for each in actions)
+    again.left(156.0, "c", 1, tokens=0)  # for good: nobody moves before somebody comes
+    assert [again.standing(learner).dealt for learner in "abd"] == [(1,), (1,), (0,)]
+    assert again.deal(157.0, "new", 1)[0] == (2,)
