@@ -8,11 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.processes import until
 from tests.processes import ForkedSyncer, start_module
 from tests.syncer.runs import RUN
 
 from diloco import events
+from diloco.cli import main
 from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
 
@@ -137,3 +139,6 @@ def test_another_learner_takes_over_from_one_that_is_killed_for_good(tmp_path: P
     merged = [it for it in read_events(tmp_path / "state" / "events.jsonl") if isinstance(it, events.Merged)]
     group = GROUPS.index(before[victim])
     assert set(chain.from_iterable(it.contributors for it in merged if it.fragment == group)) == {victim, moved[0]}
+    with pytest.raises(SystemExit) as ended:  # what was dealt follows from the journal
+        main(["replay", str(tmp_path / "state")])
+    assert ended.value.code == 0
