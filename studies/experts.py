@@ -1,5 +1,5 @@
-"""A mixture of eight experts over four islands that train all of its experts, half of them, or a quarter each. Writes
-the table of docs/experts.md.
+"""A mixture of eight experts over four islands that train, or hold, all of its experts, half of them, or a quarter each.
+Writes the tables of docs/experts.md.
 
 python -m studies.experts                      train what is missing in results/experts.json, then write the table
 python -m studies.experts --data DIR           on the files *.txt of a directory, not the source of Python's library
@@ -9,8 +9,9 @@ python -m studies.experts --pilot              outer settings, on another seed a
 
 A Mixtral of 0.44 million parameters on bytes, 85 % of them in experts, two of which a token uses. All runs begin with the
 same warm start, on one model at the full batch, and take equally many tokens. The islands' batches of a step are those
-of data parallel. Experts are in four groups; group g is trained by island g (a quarter), by g and the one before (half),
-or by all.
+of data parallel. Experts are in four groups; group g is trained or held by island g (a quarter), by g and the one before
+(half), or by all. An island that holds a part routes among the experts that it holds; its "part" is what the assembled
+model loses when it does so too. Dense models have the active parameters of a token, or all of the mixture's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,8 +50,11 @@ from diloco.planning.exchange_plan import exchange_of
 from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.units import SIZE
 from diloco.planning.workload import PRESETS, Workload
+from diloco.protocol.units import numbers_of
+from diloco.tables import number_ranges
 from diloco.training.data.corpus import Corpus, load_corpus
 from diloco.training.data.streams import Stream, held_out_batches
+from diloco.training.expert_part import part_of, part_state
 from diloco.training.model import build_model
 from studies.pages import filled
 
@@ -89,20 +93,31 @@ class Arm:
     Attributes:
         trained: groups of experts that each island trains; None: data parallel, or experts that are not apart.
         every: k, the experts' H as a multiple of the trunk's.
+        holds: whether an island holds only the experts that it trains.
+        dense: the width of the feed-forward layers of a model without experts; None: it has experts.
+        seeds: that it is run with.
     """
 
     label: str
     method: Method | None = None
     trained: int | None = None
     every: int = 1
+    holds: bool = False
+    dense: int | None = None
+    seeds: tuple[int, ...] = SEEDS
 
-    def trains_experts(self, island: int) -> str | None:
-        """`Learner(trains_experts=…)` of an island; None: all."""
+    def own_experts(self, island: int) -> str | None:
+        """The experts that an island trains or holds, as `Learner` takes them; None: all."""
         if self.trained in (None, GROUPS):
             return None
         size = EXPERTS // GROUPS
         groups = sorted((island + step) % GROUPS for step in range(self.trained or 0))
         return ",".join(f"{size * group}-{size * group + size - 1}" for group in groups)
+
+    def part(self, island: int) -> tuple[int, ...] | None:
+        """The experts of an island's model; None: all."""
+        text = self.own_experts(island) if self.holds else None
+        return None if text is None else tuple(numbers_of(number_ranges("held", text)))
 
 
 def _apart(words: str, trained: int, every: int, outer: Outer | None = None) -> Arm:
@@ -121,10 +136,19 @@ ARMS = (
         for every in (1, 4)
     ),
     # A lone owner's outer gradient is no mean: outer momentum takes it further than it went.
-    _apart("a quarter trained", 1, 1, SGD(lr=1.0)),
+    replace(_apart("a quarter trained", 1, 1, SGD(lr=1.0)), seeds=(0, 1, 2)),
 )
 BASE = next(arm for arm in ARMS if arm.trained == GROUPS)
 """What the others are compared with."""
+HELD = (
+    replace(_apart("half held", 2, 1), label="half held", holds=True),
+    replace(_apart("a quarter held", 1, 1), label="a quarter held", holds=True, seeds=(0, 1)),
+    *(
+        Arm(f"dense, {words}", diloco.DiLoCo(sync_every=SYNC_EVERY, outer=OUTER), dense=width, seeds=(0, 1))
+        for words, width in (("the active parameters", 2 * 80), ("all parameters", EXPERTS * 80))
+    ),
+)
+"""Rows of the table of islands that hold a part, beside some of the others."""
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -138,9 +162,18 @@ def corpus(data: str | None) -> Corpus:
     return load_corpus(DataTable(kind="text", paths=(Path(data) / "*.txt",), sequence_length=SEQUENCE))
 
 
-def new_model(seed: int) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    model = build_model(ModelTable(type="mixtral", **MODEL), 256, SEQUENCE, seed)
-    return model, torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+def new_model(seed: int, dense: int | None = None) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """`dense`: as of `Arm`."""
+    of_experts = ("num_local_experts", "num_experts_per_tok")
+    settings = MODEL if dense is None else {key: value for key, value in MODEL.items() if key not in of_experts}
+    kind = "mixtral" if dense is None else "llama"
+    own = {} if dense is None else {"intermediate_size": dense}
+    model = build_model(ModelTable(type=kind, **{**settings, **own}), 256, SEQUENCE, seed)
+    return model, new_optimizer(model)
+
+
+def new_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
 
 
 def inner_step(
@@ -152,9 +185,10 @@ def inner_step(
     factor = step / rise if step <= rise else FINAL_FRACTION + (1 - FINAL_FRACTION) * decayed
     optimizer.param_groups[0]["lr"] = LR * factor
     torch.set_flush_denormal(True)
-    output = model(tokens[:, :-1], output_router_logits=True)
+    is_mixture = hasattr(model.config, "num_local_experts")
+    output = model(tokens[:, :-1], **({"output_router_logits": True} if is_mixture else {}))
     loss = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
-    (loss + AUXILIARY * output.aux_loss).backward()
+    (loss + AUXILIARY * output.aux_loss if is_mixture else loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -170,22 +204,30 @@ def batches(seed: int, data: str | None, islands: Sequence[int], position: int =
 
 def train(arm: Arm, seed: int, length: Length, data: str | None) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The global model at the end, and what each island sent, received and held (bytes, mean over islands)."""
-    model, optimizer = new_model(seed)
+    model, optimizer = new_model(seed, arm.dense)
     everything = batches(seed, data, range(ISLANDS))
     last = length.steps if arm.method is None else length.warm
     for step in range(1, last + 1):
         inner_step(model, optimizer, everything.next(), step, length)
     if arm.method is None:
-        return model.state_dict(), {"optimizer": _bytes_of(optimizer)}
+        return model.state_dict(), {"optimizer": _bytes_of(optimizer), "device": _device_bytes(model)}
     start = model.state_dict(), optimizer.state_dict()
 
     def life(island: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, float]]:
-        model, optimizer = new_model(seed)
+        model, optimizer = new_model(seed, arm.dense)
         model.load_state_dict(start[0])
-        optimizer.load_state_dict(start[1])
-        stream, parts = batches(seed, data, [island], length.warm), {}
-        if (trained := arm.trains_experts(island)) is not None:
+        stream, parts, state = batches(seed, data, [island], length.warm), dict[str, Any](), start[1]
+        if (experts := arm.part(island)) is not None:
+            parts = {
+                "holds_experts": f"{arm.own_experts(island)} of {EXPERTS}",
+                "whole": model if island == 0 else None,
+            }
+            model = part_of(model, experts)
+            optimizer = new_optimizer(model)
+            state = part_state(state, optimizer, experts)
+        elif (trained := arm.own_experts(island)) is not None:
             parts = {"trains_experts": trained}
+        optimizer.load_state_dict(state)
         with diloco.Learner(model, optimizer, method=arm.method, exchange=exchange, **parts) as learner:
             host = 0.0
             for step in range(length.warm + 1, length.steps + 1):
@@ -197,11 +239,29 @@ def train(arm: Arm, seed: int, length: Length, data: str | None) -> tuple[dict[s
             counted = learner.metrics()["num_bytes"]
             return learner.global_state_dict(), {
                 "up": counted.get("contributions", 0), "down": counted.get("updates", 0), "host": host,
-                "optimizer": _bytes_of(optimizer),
+                "optimizer": _bytes_of(optimizer), "device": _device_bytes(model),
             }  # fmt: skip
 
     ended = diloco.run_local(life, learners=ISLANDS)
-    return ended[0][0], {key: statistics.fmean(found[key] for _, found in ended) for key in ended[0][1]}
+    means = {key: statistics.fmean(found[key] for _, found in ended) for key in ended[0][1]}
+    return assembled(arm, start[0], [part for part, _ in ended]), means
+
+
+def assembled(arm: Arm, like: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole model, from the global parts of all islands, which have the same bits of what they share."""
+    found = {name: parts[0][name] for name in like}
+    for name in like if arm.holds else ():
+        if like[name].shape == parts[0][name].shape:
+            continue
+        found[name] = torch.empty_like(like[name])
+        for island, part in enumerate(parts):
+            found[name][list(arm.part(island) or ())] = part[name]
+    return found
+
+
+def _device_bytes(model: nn.Module) -> float:
+    """Bytes of a model's parameters and their gradients."""
+    return 2.0 * sum(each.nbytes for each in model.parameters())
 
 
 def _bytes_of(optimizer: torch.optim.Optimizer) -> float:
@@ -231,8 +291,10 @@ NOT_THE_LEARNERS = (Exchange, nn.Module, torch.optim.Optimizer, type, ModuleType
 def planned(arm: Arm, length: Length) -> dict[str, float]:
     """The bytes up and down of each island, by the planner."""
     assert arm.method is not None
-    workload = workload_of(new_model(0)[0])
+    workload = workload_of(new_model(0, arm.dense)[0])
     experts = None if arm.trained is None else ExpertSetting(GROUPS, arm.every, arm.trained)
+    if arm.holds:
+        experts = ExpertSetting(GROUPS, arm.every, held=(arm.trained or 0) / GROUPS)
     setting = setting_for(workload, "diloco", sync_every=SYNC_EVERY, up="fp32", experts=experts)
     exchange, intervals = exchange_of(workload, setting), (length.steps - length.warm) / SYNC_EVERY
     return {
@@ -253,12 +315,15 @@ def run(arm: Arm, seed: int, length: Length, data: str | None, half: str = "repo
     torch.set_num_threads(1)
     started = time.process_time()
     state, held = train(arm, seed, length, data)
-    model, _ = new_model(seed)
+    model, _ = new_model(seed, arm.dense)
     model.load_state_dict(state)
-    parts = held_out_batches(corpus(data), SEQUENCE, 2 * HELD_OUT_SEQUENCES, 64)
-    middle = len(parts) // 2
-    loss = held_out_loss(model.eval(), parts[:middle] if half == "report" else parts[middle:]).score.value
-    found: dict[str, Any] = {"loss": loss, **held, "seconds": round(time.process_time() - started, 1)}
+    text = held_out_batches(corpus(data), SEQUENCE, 2 * HELD_OUT_SEQUENCES, 64)
+    text = text[: len(text) // 2] if half == "report" else text[len(text) // 2 :]
+    found: dict[str, Any] = {"loss": held_out_loss(model.eval(), text).score.value, **held}
+    if arm.holds:
+        islands = [part_of(model, arm.part(island) or ()) for island in range(ISLANDS)]
+        found["part"] = statistics.fmean(held_out_loss(each, text).score.value for each in islands)
+    found["seconds"] = round(time.process_time() - started, 1)
     if arm.method is not None:
         found["planned"] = planned(arm, length)
     return found
@@ -270,13 +335,6 @@ def run(arm: Arm, seed: int, length: Length, data: str | None, half: str = "repo
 def table(values: Mapping[str, Any]) -> str:
     """`values`: of the results file."""
     runs = values["runs"]
-    heads = "held-out loss", f"above “{BASE.label}”", "sent", "received", "learner's host memory", "optimizer memory"
-    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    lines += [
-        f"| {arm.label}{_seeds(runs, arm)} | {' | '.join(_cells(arm, runs[arm.label], runs[BASE.label]))} |"
-        for arm in ARMS
-        if arm.label in runs
-    ]
     seconds = sum(each["seconds"] for found in runs.values() for each in found.values())
     exact = all(each[way] == each["planned"][way] for found in runs.values() for each in found.values()
                 for way in each.get("planned", ()))  # fmt: skip
@@ -286,8 +344,28 @@ def table(values: Mapping[str, Any]) -> str:
         f"text `{values['text']}`. Bytes are {'those' if exact else 'not those'} of the planner in every run. "
         f"{seconds:,.0f} s of processor time in all, {values['machine']}."
     )
-    lines += ["", below]
-    return "\n".join(lines)
+    return "\n".join([*_rows(runs, ARMS, SAVED), "", below])
+
+
+def held_table(values: Mapping[str, Any]) -> str:
+    """Islands that hold a part, beside those that train as much of a whole model."""
+    trained = (arm for arm in ARMS if arm.method is None or (arm.trained is not None and arm.every == 1))
+    rows = (*(arm for arm in trained if arm.trained != 1 or arm.seeds == SEEDS), *HELD)
+    return "\n".join(_rows(values["runs"], rows, {"part": "an island's own part", **SAVED, "device": "device memory"}))
+
+
+SAVED = {"up": "sent", "down": "received", "host": "learner's host memory", "optimizer": "optimizer memory"}
+
+
+def _rows(runs: Mapping[str, Any], arms: Sequence[Arm], more: Mapping[str, str]) -> list[str]:
+    """A table of the arms that were run. `more`: further columns, by the key of a run."""
+    heads = "held-out loss", f"above “{BASE.label}”", *more.values()
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for arm in arms:
+        if arm.label in runs:
+            cells = _cells(arm, runs[arm.label], runs[BASE.label], more)
+            lines.append(f"| {arm.label}{_seeds(runs, arm)} | {' | '.join(cells)} |")
+    return lines
 
 
 def _seeds(runs: Mapping[str, Any], arm: Arm) -> str:
@@ -313,19 +391,25 @@ def byte_table() -> str:
     return "\n".join(lines)
 
 
-def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    score = Score.of([each["loss"] for each in found.values()])
-    cells = [f"{score.value:.4f}{_half(score, '.4f')}", ""]
-    if arm != BASE:
-        gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
-        cells[1] = f"{gap.value:+.4f}{_half(gap, '.4f')}"
-    held = {key: statistics.fmean(each[key] for each in found.values()) for key in next(iter(found.values()))
-            if key in ("up", "down", "host", "optimizer")}  # fmt: skip
-    return [*cells, *(SIZE.show(held[key]) if key in held else "–" for key in ("up", "down", "host", "optimizer"))]
+def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any], more: Iterable[str]) -> list[str]:
+    gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
+    cells = [_score(each["loss"] for each in found.values()), "" if arm == BASE else f"{gap.value:+.4f}{_half(gap)}"]
+    for key in more:
+        measured = [each[key] for each in found.values() if key in each]
+        if key == "device":  # known of any model
+            measured = measured or [_device_bytes(new_model(0, arm.dense)[0])]
+        shown = "–" if not measured else _score(measured) if key == "part" else SIZE.show(statistics.fmean(measured))
+        cells.append(shown)
+    return cells
 
 
-def _half(score: Score, form: str) -> str:
-    return "" if score.high is None else f" ± {score.high - score.value:{form}}"
+def _score(losses: Iterable[float]) -> str:
+    score = Score.of(list(losses))
+    return f"{score.value:.4f}{_half(score)}"
+
+
+def _half(score: Score) -> str:
+    return "" if score.high is None else f" ± {score.high - score.value:.4f}"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -357,7 +441,12 @@ def main() -> None:
         return
     values = json.loads(given.results.read_text()) if given.results.exists() else {"runs": {}}
     runs: dict[str, dict[str, Any]] = values["runs"]
-    missing = [(arm, seed) for seed in SEEDS for arm in reversed(ARMS) if str(seed) not in runs.get(arm.label, {})]
+    missing = [
+        (arm, seed)
+        for seed in SEEDS
+        for arm in (*HELD, *reversed(ARMS))
+        if seed in arm.seeds and str(seed) not in runs.get(arm.label, {})
+    ]
     if missing and not given.show:
         files = [] if given.data is None else sorted(each.name for each in Path(given.data).glob("*.txt"))
         values |= {
@@ -373,8 +462,9 @@ def main() -> None:
                 print(f"{time.strftime('%H:%M:%S')} {arm.label}, seed {seed}: {future.result()}", flush=True)
                 given.results.write_text(json.dumps(values, indent=1) + "\n")
     if given.results == RESULTS:
-        PAGE.write_text(filled(PAGE.read_text(), {"experts": table(values), "expert-bytes": byte_table()}))
-    sys.stdout.write(table(values) + "\n")
+        tables = {"experts": table(values), "experts-held": held_table(values), "expert-bytes": byte_table()}
+        PAGE.write_text(filled(PAGE.read_text(), tables))
+    sys.stdout.write(f"{table(values)}\n\n{held_table(values)}\n")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,16 @@ def test_members_have_shares_silence_and_reasons(story: Story) -> None:
     assert (b["silent_s"], b["behind"]) == (None, [])
 
 
+def test_a_learner_is_not_behind_in_fragments_that_it_does_not_hold(story: Story) -> None:
+    part = member(9).model_copy(update={"versions": (1, -1)})
+    syncers(
+        story,
+        merged(127.0, 1, ("c",)).model_copy(update={"fragment": 1}),
+        ev.Progress(t=128.0, step=9, tokens=320, learners={"a": part}),
+    )
+    assert story.since(0, now=130.0)["learners"][0]["behind"] == [1, None]
+
+
 def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
     syncers(
         story,
@@ -105,6 +115,10 @@ def test_an_evaluation_that_two_files_have_is_shown_once(story: Story) -> None:
     shown = story.since(0)
     assert shown["loss"] == {"global model": [[310, 2.25]], "baseline": [[320, 2.0]]}
     assert shown["head"]["loss"] == 2.25  # a control's loss is none of the run's
+    story.take(ev.Evaluated(t=128.0, who="a", step=9, tokens=330, loss=1.5, num_sequences=4, of_part=True))
+    shown = story.since(0)
+    assert shown["loss"]["a's part"] == [[330, 1.5]]
+    assert (shown["loss"]["global model"], shown["head"]["loss"]) == ([[310, 2.25]], 2.25)
 
 
 def test_a_moment_that_was_shown_before_it_was_written_counts_once(story: Story) -> None:

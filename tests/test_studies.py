@@ -298,7 +298,7 @@ def test_islands_that_train_a_quarter_of_the_experts_send_what_the_planner_count
     (tmp_path / "made.txt").write_text(" ".join(rng.choices(words, k=40_000)))
     length = experts.Length(warm=2, steps=2 + 4 * experts.SYNC_EVERY)
     quarter = next(arm for arm in experts.ARMS if (arm.trained, arm.every) == (1, 4))
-    assert [quarter.trains_experts(island) for island in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
+    assert [quarter.own_experts(island) for island in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
     found = experts.run(quarter, 0, length, str(tmp_path))
     assert (found["up"], found["down"]) == (found["planned"]["up"], found["planned"]["down"])
     assert 0 < found["up"] < found["down"]

@@ -540,7 +540,7 @@ def parse_config(
         if name == learner:
             resolved = of_learner
     resolved._num_dealt = _num_dealt(config)
-    _require_holders(config, source)
+    _require_holders(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
 
 
@@ -559,10 +559,12 @@ def require_dealt(config: RunConfig) -> None:
             raise ConfigError(f'method.fragments.{key} has no effect without train.holds_experts = "{AUTO}"; drop it')
 
 
-def _require_holders(config: RunConfig, source: str) -> None:
-    """Raise ConfigError if the tables of all planned learners give them parts of the experts, together not all."""
-    texts = [own.get("train", {}).get("holds_experts") for own in config.learner.values()]
-    if len(texts) < config.run.learners or not {None, AUTO}.isdisjoint(texts):
+def _require_holders(config: RunConfig, shared: str | None, source: str) -> None:
+    """Raise ConfigError if a run file gives all learners parts of the experts, together not all. `shared`: of those
+    without a set of their own. What is set for one learner, for its process alone, does not count."""
+    texts = [own.get("train", {}).get("holds_experts", shared) for own in config.learner.values()]
+    texts += [shared] * (config.run.learners - len(texts))
+    if not {None, AUTO}.isdisjoint(texts):
         return
     held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
     missing = 0  # the first expert that is not held

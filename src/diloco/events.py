@@ -79,6 +79,7 @@ class Evaluated(Event, kind="evaluated"):
     loss: float  # nats per token
     num_sequences: int
     versions: tuple[int, ...] = ()
+    of_part: bool = False  # of the part of the global model that the learner holds, whose routers have no other experts
 
 
 class Sampled(Event, kind="sampled"):

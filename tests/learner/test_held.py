@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.learner.mixtures import Mixture, mixture, train_step
+from tests.syncer.runs import RUN
+from tests.syncer.runs import start as start_syncer
 from torch import Tensor, nn
 
 import diloco
@@ -15,6 +20,8 @@ from diloco.core.fragments import make_layout
 from diloco.core.quorum import AllLive
 from diloco.errors import CheckpointError, ConfigError, LayoutError
 from diloco.exchange.base import Exchange
+from diloco.learner.experts import mixture_blocks
+from diloco.learner.held import HeldExperts
 
 CUT = diloco.Experts(groups=2, trunk=diloco.Whole())
 METHOD = diloco.DiLoCo(sync_every=3, fragments=CUT, offsets=(3,) * 3)
@@ -99,6 +106,33 @@ def test_a_group_that_none_of_several_learners_contributes_to_waits_for_its_hold
     assert [metrics["versions"] for _, metrics, _ in results] == [[2, -1, 2], [-1, 2, 2]]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as intended, by a single process
+def test_a_part_over_a_syncer_comes_back_without_the_whole_model(tmp_path: Path) -> None:
+    """From a distributed checkpoint too, which has nothing of what is not held. The same line starts and comes back."""
+    with start_syncer(tmp_path / "run", METHOD) as syncer:
+
+        def learner(whole: nn.Module | None) -> tuple[Learner, Mixture, torch.optim.Optimizer]:
+            exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise="if-empty")
+            return attached(exchange, "0-1 of 4", whole=whole)
+
+        first, model, optimizer = learner(mixture(7))
+        with first:
+            for step in range(1, 4):
+                train_step(model, optimizer, 0, step)
+                first.step(tokens=5)
+            dcp.save({"learner": first.distributed_state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+            before = first.global_state_dict()
+        second, _, _ = learner(None)
+        with second:
+            assert second.versions == (1, -1, 1)
+            assert second.load_distributed_state_dict(tmp_path / "saved")
+            assert all(torch.equal(second.global_state_dict()[name], before[name]) for name in before)
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
+        with pytest.raises(ConfigError, match="cannot initialise the run from its part"):
+            attached(exchange, "0-1 of 4")
+        exchange.close()
+
+
 @pytest.mark.parametrize("sync_every", [3, 2])
 def test_a_checkpoint_continues_exactly_and_only_with_the_same_experts(sync_every: int) -> None:
     """With H = 2 the checkpoint is taken between two sends."""
@@ -138,7 +172,9 @@ def test_a_checkpoint_continues_exactly_and_only_with_the_same_experts(sync_ever
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
     def other(index: int, exchange: Exchange) -> None:
-        with pytest.raises(CheckpointError, match="the checkpoint is of another model or another cut of it"):
+        with pytest.raises(
+            CheckpointError, match="another model, another cut of it, or other experts"
+        ):
             attached(exchange, "2-3 of 4", method=method, resume=saved[0][0])
 
     diloco.run_local(other, learners=1)
@@ -229,6 +265,16 @@ def one_rank() -> Any:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_a_model_without_a_trunk_has_no_part() -> None:
+    held, layout = HeldExperts.of("0-1 of 4", METHOD), make_layout(mixture(), CUT)
+    with pytest.raises(LayoutError, match="all tensors of this one belong to experts"):
+        held.part(replace(layout, fragments=layout.fragments[:2]))
+
+
+def test_one_expert_is_a_mixture_too() -> None:
+    assert [block.num_experts for block in mixture_blocks(mixture(experts=1))] == [1, 1]
 
 
 @pytest.mark.usefixtures("one_rank")

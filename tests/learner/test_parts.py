@@ -149,7 +149,9 @@ def test_a_checkpoint_of_a_dense_model_is_refused_before_anything_is_joined() ->
         model = mixture()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"method": method, "exchange": exchange, "buffers": "local"}
-        with pytest.raises(CheckpointError, match="the checkpoint is of another model or another cut of it"):
+        with pytest.raises(
+            CheckpointError, match="another model, another cut of it, or other experts"
+        ):
             Learner(model, optimizer, resume=dense, **options)
         Learner(model, optimizer, **options).close()  # the exchange is not taken
 

@@ -216,7 +216,7 @@ def test_experts_that_each_learner_holds(call: Call) -> None:
     assert code == 0
     assert "experts in 4 groups, 0.25 held" in printed
     assert re.search(r"device: parameters +722 GB +2.68 TB", printed)
-    assert "the syncer holds all: 10 TB of memory" in printed
+    assert "the syncer of 8 learners holds all: 10 TB of memory" in printed
     longer = next(word.split(",")[0] for word in link.split() if word.endswith(","))
     [found] = answers(call, *options, "--sync-every", longer, "--syncer-memory", "12 TB")
     assert found["syncer_words"] == ["one syncer suffices, with a link of 100 Gbit/s and 12 TB of memory"]

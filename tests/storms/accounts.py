@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
-from diloco.protocol.accounting import Key, key_of
+from diloco.protocol.accounting import Account, Key, key_of
 from diloco.protocol.actions import MergeRound, Reject
 from diloco.protocol.contribution import KEPT, MISSED, OVERLAP, UNMERGED, Contribution
 from diloco.protocol.learner import LearnerCore
@@ -60,13 +60,14 @@ class Accounts(NullObserver):
 
     Arguments:
         others: of all syncers, to which this is added.
+        num_fragments: of the run.
 
     Attributes:
         decided: the verdicts of the driver that is there, and those that were durable when it began.
         open: contributions that it has acknowledged and given no verdict.
     """
 
-    def __init__(self, ledger: Ledger, others: list[Self]) -> None:
+    def __init__(self, ledger: Ledger, others: list[Self], num_fragments: int) -> None:
         self.decided: dict[Key, str | None] = {}
         self.open: dict[Key, Contribution] = {}
         self._ledger = ledger
@@ -81,6 +82,7 @@ class Accounts(NullObserver):
         self._decided_s: dict[Key, float] = {}
         self._confirmed = Counter[tuple[str, int, int]]()
         self._admitted: list[Contribution] = []
+        self._trained: defaultdict[str, tuple[int, list[int]]] = defaultdict(lambda: (0, [0] * num_fragments))
         others.append(self)
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -137,6 +139,11 @@ class Accounts(NullObserver):
         for key, reason in self.decided.items():
             self._count(key, reason)
 
+    def begins_with(self, core: SyncerCore) -> None:
+        """A driver has begun with these accounts."""
+        for learner, account in core.accounting.accounts.items():
+            self._trained[learner] = account.tokens, [ledger.trained for ledger in account.ledgers]
+
     def take_events(self, now_s: float) -> None:
         """Take in what the driver has done."""
         events, self._events = self._events, []
@@ -145,6 +152,8 @@ class Accounts(NullObserver):
                 case Contribution() as c:
                     require(self._sent.get(key_of(c), (None,))[0] == c, f"{c} is not what its learner has sent")
                     require(key_of(c) not in self.decided | self.open, f"{key_of(c)} is acknowledged twice")
+                    held = self._ledger.held_as[c.learner, c.incarnation]
+                    require(c.fragment in held, f"{c} is acknowledged, and its learner holds {sorted(held)}")
                     self.open[key_of(c)] = c
                     self._admitted.append(c)
                 case Reject(contribution=c, reason=reason):
@@ -190,6 +199,7 @@ class Accounts(NullObserver):
             open_[one] = open_.get(one, 0) + c.accounted
         for learner, account in accounting.accounts.items():
             is_member = learner in core.members
+            held = self._check_trained(learner, account)
             for fragment, ledger in enumerate(account.ledgers):
                 sums = self._of_learner[learner, fragment]
                 by_verdict = {reason: tokens for reason, tokens in ledger.discarded.items() if reason != UNMERGED}
@@ -200,7 +210,7 @@ class Accounts(NullObserver):
                 its_open = pending = newest.get((learner, fragment), 0)
                 if is_member:
                     accounted = self._of_incarnation[learner, account.incarnation, fragment].accounted
-                    pending = ledger.trained - account.earlier_tokens - accounted
+                    pending = (account.tokens - account.earlier_tokens) * (fragment in held) - accounted
                 before = earlier.get((learner, fragment), 0)
                 if ledger.pending != pending + before or pending < its_open:
                     raise BrokenInvariantError(
@@ -211,6 +221,17 @@ class Accounts(NullObserver):
             calls = core.rounds.calls(c.learner) if c.learner in core.members else ()
             require((c.fragment, c.base) not in calls, f"{c.learner} is called for {c}, which it has sent")
         self._admitted = []
+
+    def _check_trained(self, learner: str, account: Account) -> frozenset[int]:
+        """New tokens count in the fragments that the learner's process holds, and in no others. Returns these."""
+        held = self._ledger.held_by[account.process or 0]
+        tokens, trained = self._trained[learner]
+        expected = [before + (account.tokens - tokens) * (f in held) for f, before in enumerate(trained)]
+        now = [ledger.trained for ledger in account.ledgers]
+        if now != expected or any(each > self._ledger.trained[learner, f] for f, each in enumerate(now)):
+            raise BrokenInvariantError(f"{learner}, which holds {sorted(held)}, has trained {now}, not {expected}")
+        self._trained[learner] = account.tokens, now
+        return held
 
     def check_confirmed(self, core: SyncerCore, now_s: float, quiet_s: float, running: Sequence[str]) -> None:
         """Learners confirm verdicts, and only those that they were told. `quiet_s`: when the last fault was over."""

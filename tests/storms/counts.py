@@ -50,7 +50,7 @@ class Counts:
             return
         for name, account in self._storm.driver.core.accounting.accounts.items():
             if account.process in self._seen:
-                counted = account.ledgers[0].trained - account.others_tokens
+                counted = account.ledgers[-1].trained - account.others_tokens  # of the trunk, which all hold
                 self._check(name, self._seen[account.process], counted)
 
     def _note(self, seen: _Seen) -> None:

@@ -12,10 +12,12 @@ from diloco.learner.error_feedback import ErrorFeedback
 from diloco.protocol.accounting import Account, Accounting
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import Deadlines
+from diloco.protocol.leases import Leases
+from diloco.protocol.members import Deadlines, Member
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.late_contributions import LateRounds
 from diloco.protocol.rounds.pushed import PushedLearner
+from diloco.protocol.rounds.scheduled import ScheduledSyncer
 from diloco.protocol.session import session_core
 from diloco.protocol.session.transfers import ModelCache, Outbox
 from diloco.protocol.syncer import SyncerCore
@@ -232,6 +234,73 @@ def trains_what_its_last_process_trained(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(SyncerCore, "contributed", remembered)
 
+
+# --- held parts -------------------------------------------------------------------------------------------------------
+
+
+def merges_what_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    """A learner fetches, trains and sends all, and the syncer takes it."""
+    begin, check = ModelCache.__init__, SyncerCore.check
+    patch.setattr(ModelCache, "__init__", lambda self, num_fragments, fragments=None: begin(self, num_fragments))
+    patch.setattr(SyncerCore, "check", lambda self, *which, fragment=None: check(self, *which, fragment=None))
+
+
+def waits_for_all_whatever_they_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "holds", lambda self, fragment: True)
+
+
+def needs_more_learners_than_hold_a_fragment(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ScheduledSyncer, "_at_least", lambda self, fragment, step: self._run.at_least)
+
+
+def counts_tokens_in_what_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Account, "holds", lambda self, fragment: True)
+
+
+def forgets_what_members_hold(patch: pytest.MonkeyPatch) -> None:
+    restored = Member.restored
+    patch.setattr(Member, "restored", lambda *saved: restored(*saved[:-1], None))
+
+
+def holds_what_its_last_process_held(patch: pytest.MonkeyPatch) -> None:
+    """A learner counts as holding what it held when it first joined."""
+    begin, first = Accounting.begin, dict[tuple[Accounting, str], Any]()
+
+    def begun(self: Accounting, learner: str, process: int, after: int = 0, held: Any = None) -> int:
+        return begin(self, learner, process, after, first.setdefault((self, learner), held))
+
+    patch.setattr(Accounting, "begin", begun)
+
+
+def leases_until_what_is_not_held_is_settled(patch: pytest.MonkeyPatch) -> None:
+    ask = Leases.ask
+    patch.setattr(Leases, "ask", lambda self, *asked, held, **before: ask(self, *asked, held=None, **before))
+
+
+def loses_late_tokens_in_what_another_process_held(patch: pytest.MonkeyPatch) -> None:
+    """As it was before storms had held parts: those of a process by what another one of its name held."""
+    begin = Accounting.begin
+
+    def begun(self: Accounting, learner: str, process: int, after: int = 0, held: Any = None) -> int:
+        before = self.accounts[learner].held if learner in self.accounts else held
+        incarnation = begin(self, learner, process, after, held)
+        self.accounts[learner].held_before = before
+        return incarnation
+
+    patch.setattr(Accounting, "begin", begun)
+
+
+HELD: dict[Defect, int] = {
+    merges_what_is_not_held: 1,
+    waits_for_all_whatever_they_hold: 3,
+    needs_more_learners_than_hold_a_fragment: 3,
+    counts_tokens_in_what_is_not_held: 1,
+    forgets_what_members_hold: 1,
+    holds_what_its_last_process_held: 3,
+    leases_until_what_is_not_held_is_settled: 1,
+    loses_late_tokens_in_what_another_process_held: 46,
+}
+"""Of learners that hold parts; each with the first seed to try."""
 
 DEFECTS: dict[Defect, int] = {
     forgets_that_it_was_merged: 14,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.chaos.versions import BrokenInvariantError, Versions, require
@@ -11,6 +12,7 @@ from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.contribution import VERSION
 from diloco.protocol.learner import LearnerCore
+from diloco.protocol.members import NOTHING
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import MergedRound, SavedRun
 
@@ -24,12 +26,18 @@ class Ledger:
         merged: contributions that are in a durable version, with that version.
         verdicts: that are durable: why a contribution is rejected; None: it is merged.
         epochs: in which versions became durable, by fragment and version.
+        held_by: the fragments that each process holds, by its number.
+        held_as: likewise, by learner and incarnation.
+        trained: tokens of each learner in each fragment that it held, counted or not.
     """
 
     versions: Versions = field(default_factory=Versions)
     merged: dict[Key, int] = field(default_factory=dict)
     verdicts: dict[Key, str | None] = field(default_factory=dict)
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)
+    held_by: dict[int, frozenset[int]] = field(default_factory=dict)
+    held_as: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)
     num_rounds: int = 0
 
     def recorded(self, verdicts: dict[Key, str | None]) -> None:
@@ -121,10 +129,13 @@ class Ledger:
         )
 
 
-def check_learner(name: str, core: LearnerCore) -> None:
-    """The learner's ledger balances: what is pending is in its hands or in flight."""
+def check_learner(name: str, core: LearnerCore, held: frozenset[int]) -> None:
+    """The learner's ledger balances: what is pending is in its hands or in flight. `held`: the fragments that it holds;
+    of the others it has nothing."""
     for fragment, work in enumerate(core.fragments):
         in_flight = 0
+        if (work.version != NOTHING) != (fragment in held) or work.ledger.trained != core.tokens * (fragment in held):
+            raise BrokenInvariantError(f"{name}, {core.tokens} tokens, holds {sorted(held)}; {fragment} has {work}")
         for flight in work.in_flight:
             if not flight.listed and not flight.is_rejected:
                 in_flight += flight.tokens

@@ -46,6 +46,7 @@ class Process:
         is_alive: it was neither killed nor has it given up or left.
         core: the learner's state machine, once it has started.
         tokens: trained, by all its incarnations.
+        held: the fragments that it holds.
     """
 
     def __init__(self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None) -> None:
@@ -63,6 +64,8 @@ class Process:
         self._incarnation = 0
         of_process = number % 1000 if checkpoint is None else checkpoint["trains of"]
         self._trains_of, self._trains = of_process, plan.trained_by(learner.index, of_process)
+        held, everything = plan.held_by(learner.index, of_process), frozenset(range(len(plan.sizes)))
+        self.held = storm.ledger.held_by[number] = everything if held is None else held
         self._counts_routed = plan.num_experts > 0 and storm.draws.unit(f"{self.name} counts routed") < 0.8
         self._seen: Lineage | None = None
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
@@ -71,13 +74,13 @@ class Process:
         core = SessionCore(
             "storm", claim, len(plan.sizes), at_least=plan.method.quorum.at_least,
             reports_every_step=plan.method.quorum.reports_every_step, initialises=initialises,
-            num_addresses=storm.num_addresses,
+            num_addresses=storm.num_addresses, held=held,
         )  # fmt: skip
         from tests.storms.world import StormClock
 
         self.client = StormClient(
             core, self.wire, lambda ring: StormClock(storm, lambda: self._awake(ring)), plan.layout, storm.replicas,
-            initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], on_news=self._news,
+            initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], held=held, on_news=self._news,
         )  # fmt: skip
         self.client.accounts = storm.accounts
         self._reader: Reader | None = None
@@ -103,8 +106,9 @@ class Process:
     def check_end(self, versions: tuple[int, ...]) -> None:
         """A learner that stayed to the end of the run was told so, with the run's last versions."""
         if self.is_alive and self._stays and self.client.core.phase == "running":
-            said = {self._settled_with, self._must_end_with or versions}
-            require(said == {versions}, f"{self.name} ended with {said}, not {versions}")
+            own = tuple(version for fragment, version in enumerate(versions) if fragment in self.held)
+            said = {self._settled_with, self._must_end_with or own}
+            require(said == {own}, f"{self.name} ended with {said}, not {own}")
 
     def check_line(self) -> None:
         """It follows one line of epochs: never an earlier one, and not two syncers in one."""
@@ -200,12 +204,13 @@ class Process:
         self.wire.cut()
 
     def _start(self, start: TellStart) -> None:
-        held = [each for each in self.client.held if each is not None]
         self._incarnation = start.claim.incarnation
         self._storm.began(self)
-        for each in held:
-            self._storm.ledger.held(self.name, each)
-        self._tensors = StormTensors(self._storm.plan, self._trains, held)
+        self._storm.ledger.held_as[self.name, self._incarnation] = self.held
+        for each in self.client.held:
+            if each is not None:
+                self._storm.ledger.held(self.name, each)
+        self._tensors = StormTensors(self._storm.plan, self._trains, self.client.held)
         is_first = self.core is None
         if self.core is None:
             self.core = LearnerCore(self._rules, start.claim.versions, step=start.step)
@@ -303,6 +308,7 @@ class Process:
         units = () if self._reader is None else self._reader.trained()
         tokens = draws.whole(f"{self.name} tokens", 1, 100)
         self.tokens += tokens
+        self._storm.ledger.trained.update({(self.name, fragment): tokens for fragment in self.held})
         for send in core.stepped(tokens, units=units, sync_every=sync_every):
             self._send(send)
         self._report()

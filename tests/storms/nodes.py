@@ -287,7 +287,7 @@ class Node:
         newest = storm.place.manifest
         if saved is not None and newest is not None and newest.epoch == manifest.epoch:
             storm.ledger.restored(saved)
-        self.accounts = accounts = storm.accounts_type(storm.ledger, storm.all_accounts)
+        self.accounts = accounts = storm.accounts_type(storm.ledger, storm.all_accounts, len(storm.plan.sizes))
         accounts.restarted(storm.place.verdicts_at[manifest.epoch])
         del storm.all_accounts[1:-4]  # of drivers that are gone
         jobs = StormJobs(storm.plan.method, accounts)
@@ -306,6 +306,8 @@ class Node:
             commit_every_s=storm.plan.shortest_swap_s,
         )  # fmt: skip
         driver.ledger, driver.accounts = storm.ledger, accounts
+        if driver.state.is_initialised:
+            accounts.begins_with(driver.core)
         store.note = lambda merged: storm.place.written.__setitem__((manifest.epoch, merged.update), merged)
         store.recorded_with = partial(self._recorded_with, driver)
         store.begun(manifest.run_id, () if saved is None else saved.epochs)

@@ -28,6 +28,9 @@ from diloco.protocol.rounds.base import Rules
 FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""
 
+NUM_HELD_SETS = 7
+"""Of a storm; one after the other for the processes of a learner."""
+
 Kind = Literal["cut", "half open", "freeze", "kill learner", "same name", "kill syncer", "tear write", "refuse writes"]
 OLDER_COPY = "older copy"
 """
@@ -151,6 +154,7 @@ class Plan:
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
         num_experts: of the mixture that the model is; 0: it is none.
+        holds: sets of fragments that processes hold (`held_by`); empty: all hold all.
         standby: there are two syncers.
         lease_s: of the syncer on its store; infinite: that is a directory.
         shortest_swap_s: of the store.
@@ -176,6 +180,7 @@ class Plan:
     goes_back: bool = False
     steered: bool = False
     num_experts: int = 0
+    holds: tuple[frozenset[int], ...] = ()
     standby: bool = False
     lease_s: float = math.inf
     shortest_swap_s: float = 0.0
@@ -203,6 +208,11 @@ class Plan:
     def trained_by(self, learner: int, process: int) -> tuple[tuple[int, ...] | None, ...]:
         """What a learner's process of this number, from 1, trains."""
         return self.trains[(learner + self.num_experts * (process - 1)) % len(self.trains)]
+
+    def held_by(self, learner: int, process: int) -> frozenset[int] | None:
+        """The fragments that a learner's process of this number, from 1, holds; None: it has the whole model. One that
+        comes back from no checkpoint holds others than the one before."""
+        return self.holds[(learner + 3 * (process - 1)) % len(self.holds)] if self.holds else None
 
     def rules_of(self, learner: int) -> Rules:
         """The method as a learner's state machine knows it."""
@@ -232,22 +242,30 @@ def _mixture(num_experts: int) -> list[TensorSpec]:
 
 def plan_of(
     seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False, groups: bool = False,
+    parts: bool = False, groups: bool = False, held: bool = False,
 ) -> Plan:  # fmt: skip
     """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
     `steered`: an operator gives it orders. `parts`: learners train parts of a mixture. `groups`: they train groups of
-    reinforcement learning."""
+    reinforcement learning. `held`: they hold parts of a mixture; which of the others it is besides is drawn."""
     draws = Draws(seed)
+    if held:
+        leased, kind = draws.unit("is leased") < 0.5, draws.of("kind", _KINDS_OF_HELD)
+        standby, goes_back, steered = (kind == each for each in ("standby", "goes back", "steered"))
     plan = _plan(draws, leased=leased or groups)
     if groups:
         plan = _with_groups(draws, plan)
-    if parts:
-        plan = _with_parts(draws, plan)
+    if parts or held:
+        plan = _with_parts(draws, plan, fewest_groups=1 + held)
+    if held:
+        plan = _with_held(draws, plan)
     if standby:
         return _with_standby(draws, plan)
     if steered:
         return _with_orders(draws, plan)
     return _that_goes_back(draws, plan) if goes_back else plan
+
+
+_KINDS_OF_HELD = ("", "", "", "standby", "goes back", "steered")
 
 
 def _plan(draws: Draws, *, leased: bool) -> Plan:
@@ -313,12 +331,12 @@ def _with_groups(draws: Draws, plan: Plan) -> Plan:
     return replace(plan, faults=tuple(faults), num_units=num_units, rules=rules, workers=workers)
 
 
-def _with_parts(draws: Draws, plan: Plan) -> Plan:
+def _with_parts(draws: Draws, plan: Plan, *, fewest_groups: int) -> Plan:
     """Longer, since experts are sent less often than the trunk."""
     num_experts = draws.whole("experts", 2, 5)
     method = None
     while method is None:
-        method = _of_mixture(draws, plan.method, num_experts)
+        method = _of_mixture(draws, plan.method, num_experts, fewest_groups)
     plan = replace(
         plan, method=method, num_experts=num_experts, steps=plan.steps + draws.whole("steps of parts", 5, 20)
     )
@@ -344,10 +362,11 @@ def _with_parts(draws: Draws, plan: Plan) -> Plan:
     )
 
 
-def _of_mixture(draws: Draws, method: Method, num_experts: int) -> Method | None:
+def _of_mixture(draws: Draws, method: Method, num_experts: int, fewest_groups: int) -> Method | None:
     codecs, trunks = [None, *sorted(CODECS)], (diloco.Whole(), diloco.Balanced(2))
     fragments = Experts(
-        draws.whole("groups", 1, min(3, num_experts)), draws.of("trunk", trunks), draws.whole("every", 1, 3),
+        draws.whole("groups", fewest_groups, min(3, num_experts)), draws.of("trunk", trunks),
+        draws.whole("every", 1, 3),
         draws.of("up of experts", codecs), draws.of("down of experts", codecs),
         draws.of("outer of experts", (None, diloco.SGD(lr=0.7), diloco.Nesterov(lr=0.7, momentum=0.9))),
     )  # fmt: skip
@@ -358,6 +377,35 @@ def _of_mixture(draws: Draws, method: Method, num_experts: int) -> Method | None
         return replace(method, fragments=fragments, **plain)
     except ConfigError:
         return None
+
+
+def _with_held(draws: Draws, plan: Plan) -> Plan:
+    """With sets that leave some groups to one learner, or to none until another one comes; and with more learners that
+    are late, or that die and come back."""
+    groups = [fragment for fragment, own in enumerate(plan.method.fragments.experts_of(plan.layout)) if own]
+    trunk = frozenset(range(len(plan.sizes))).difference(groups)
+    share = draws.of("share held", (0.3, 0.5, 0.8))
+    holds = [trunk.union(group for group in groups if draws.unit("holds group") < share) for _ in range(NUM_HELD_SETS)]
+    last = len(plan.step_s) - 1
+    starts_s = [
+        draws.between("holder starts", 3.0, 15.0) if learner and draws.unit("holder is late") < 0.3 else at_s
+        for learner, at_s in enumerate(plan.starts_s)
+    ]
+    faults = list(plan.faults)
+    for _ in range(draws.whole("faults of holders", 0, 3)):
+        kind, learner = draws.of("holder's fault", ("kill learner", "same name")), draws.whole("holder", 0, last)
+        at_s, seconds = draws.between("holder's fault at", 1.0, FAULTS_END_S), draws.between("holder away", 0.1, 12.0)
+        faults.append(
+            Fault(round(at_s, 3), kind, learner, round(seconds, 3), draws.of("holder's choice", (0, 0, 1, 2)))
+        )
+    trains = tuple((None,) * len(plan.sizes) if draws.unit("trains all it holds") < 0.7 else own for own in plan.trains)
+    return replace(
+        plan,
+        holds=tuple(holds),
+        starts_s=tuple(starts_s),
+        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
+        trains=trains,
+    )
 
 
 def _with_standby(draws: Draws, plan: Plan) -> Plan:
@@ -539,6 +587,8 @@ def told(plan: Plan, faults: Sequence[Fault]) -> str:
         f"screen={method.screen}, outer={type(method.outer).__name__} at {method.outer_at}, adopt={method.adopt}, "
         f"overlaps={plan.overlaps}, fragments={method.fragments}, trains={plan.trains}"
     )
+    if plan.holds:
+        head += f", holds={[sorted(held) for held in plan.holds]}"
     if plan.rules is not None:
         head += f", {plan.num_units} groups a step, {plan.rules}, {plan.workers}"
     return "\n".join([head, *(f"  {fault}" for fault in faults)])

@@ -88,13 +88,24 @@ class Progress:
         for fragment, version in enumerate(storm.driver.state.versions):
             contributors, members = core.rounds.roster(fragment)
             at_least = self._quorum.at_least
-            needed = at_least if isinstance(self._quorum, AllLive) else num_needed(at_least, members)
+            needed = self._needed(fragment) if isinstance(self._quorum, AllLive) else num_needed(at_least, members)
             is_made = core.fragments[fragment].phase != "open"  # the next version, which has to become durable too
             self._moves(fragment, version if is_made or len(contributors) >= needed else None)
             if not is_made:
                 self._rises(fragment, version, running)
         storm.accounts.check_confirmed(core, storm.now_s, storm.quiet_s, tuple(running))
         self.check_members()
+
+    def _needed(self, fragment: int) -> int:
+        """Contributions with which a scheduled round ends: at most as many as learners hold the fragment, where one of
+        those that are there or have ended does not."""
+        storm, at_least = self._storm, self._quorum.at_least
+        assert storm.driver is not None
+        core = storm.driver.core
+        there = {learner for learner, member in core.members.items() if not member.finished} | core.accounting.ended(0)
+        processes = [core.accounting.accounts[learner].process or 0 for learner in there]
+        holders = [process for process in processes if fragment in storm.ledger.held_by[process]]
+        return at_least if len(holders) == len(there) else max(1, min(at_least, len(holders)))
 
     def check_members(self) -> None:
         """Members of which nothing was heard for longer than their deadline have been evicted."""
@@ -120,6 +131,7 @@ class Progress:
             or not running
             or ready != running.keys()
             or (is_scheduled and len(running) < self._quorum.at_least)
+            or not any(fragment in learner.process.held for learner in storm.learners if learner.name in running)
         ):
             self._quiet.pop(fragment, None)
             return

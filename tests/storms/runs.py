@@ -41,7 +41,8 @@ class Failure:
             " --goes-back": self.plan.goes_back, " --steered": self.plan.steered, " --parts": self.plan.num_experts,
             " --groups": self.plan.workers,
         }  # fmt: skip
-        chosen = "".join(option for option, is_chosen in options.items() if is_chosen)
+        chosen = "".join(option for option, is_chosen in options.items() if is_chosen and not self.plan.holds)
+        chosen = " --held" if self.plan.holds else chosen
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
             f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{chosen}"

@@ -34,18 +34,19 @@ class StormTensors:
 
     Arguments:
         trains: per fragment the indices of the tensors that it trains; None: all.
+        held: its fragments; None: one that it does not hold.
 
     Attributes:
         received: versions that are here and not adopted, by fragment and version.
     """
 
     def __init__(
-        self, plan: Plan, trains: Sequence[tuple[int, ...] | None], held: Sequence[GlobalFragment]
+        self, plan: Plan, trains: Sequence[tuple[int, ...] | None], held: Sequence[GlobalFragment | None]
     ) -> None:  # fmt: skip
         self._plan, self._method, self.trains = plan, plan.method, trains
         self.received: dict[tuple[int, int], Tensor] = {}
-        self._anchors = [each.theta for each in held]
-        self._thetas = [each.theta.clone() for each in held]
+        self._anchors = [torch.empty(0) if each is None else each.theta for each in held]
+        self._thetas = [each.clone() for each in self._anchors]
         self._origins = list(self._thetas)  # the parameters when they were sent or adopted last
         self._residuals = ErrorFeedback(plan.method, len(held))
         self._lost: dict[tuple[int, int], Tensor] = {}  # in encoding, by fragment and number
@@ -55,6 +56,8 @@ class StormTensors:
     def step(self, change: float) -> None:
         """An inner step."""
         for theta, trains, fragment in zip(self._thetas, self.trains, self._plan.layout.fragments, strict=True):
+            if not theta.numel():
+                continue
             if trains is None:
                 theta += change
             for index in trains or ():

@@ -77,6 +77,16 @@ def test_storms_with_leased_data_are_replayed() -> None:
         assert findings.num_equal == findings.num_entries > 0
 
 
+def test_storms_with_held_parts_are_replayed() -> None:
+    plans = {seed: plan_of(seed, held=True) for seed in range(20)}
+    seeds = [seed for seed, plan in plans.items() if not (plan.standby or plan.goes_back or plan.steered)]
+    for seed in seeds[:6]:
+        findings = storm(seed, held=True).replay().findings
+        assert (findings.difference, findings.gaps) == (None, []), seed
+        assert findings.num_equal == findings.num_entries > 0
+        assert findings.num_merges_equal == findings.num_merges
+
+
 def test_storms_with_groups_are_replayed() -> None:
     for seed in (30_001, 30_004, 30_005):
         findings = storm(seed, groups=True).replay().findings

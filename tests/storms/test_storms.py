@@ -13,6 +13,7 @@ from tests.chaos.versions import BrokenInvariantError
 from tests.run.simulated import Place
 from tests.storms.defects import (
     DEFECTS,
+    HELD,
     Defect,
     forgets_that_it_was_merged,
     merges_what_is_not_trained,
@@ -27,7 +28,8 @@ from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
 from diloco.core.merges import MERGES, SCREENS
-from diloco.core.quorum import QUORUMS
+from diloco.core.quorum import QUORUMS, Quorum
+from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Leases
 from diloco.run.driver import Driver
 
@@ -56,6 +58,11 @@ FOUND = {
     261: "an older copy of the state evicted a learner that does not follow it, and took its goodbye",
 }
 """Seeds that found a defect."""
+
+FOUND_WITH_HELD_PARTS = {
+    46: "tokens that a process reported late were lost in what another one of its name had held",
+}
+"""Likewise."""
 
 
 @pytest.mark.parametrize("first", firsts(1000, 240, PER_TEST, 120))
@@ -214,6 +221,73 @@ def test_a_defect_of_parts_is_found(break_it: Defect, monkeypatch: pytest.Monkey
             if run(plan, plan.faults) is not None:
                 return
     pytest.fail("no storm has found it")
+
+
+@pytest.mark.parametrize("first", firsts(11000, 80, 10, 20))
+def test_storms_with_held_parts(first: int) -> None:
+    found = failures(range(first, first + 10), held=True)
+    assert [str(each) for each in found if each is not None] == []
+
+
+@pytest.mark.parametrize("seed", FOUND_WITH_HELD_PARTS)
+def test_seeds_with_held_parts_that_found_a_defect(seed: int) -> None:
+    with quiet():
+        assert run_seed(seed, held=True) is None
+
+
+def test_seeds_differ_in_the_parts_that_learners_hold() -> None:
+    plans = [plan_of(seed, held=True) for seed in range(200)]
+    trunks = [{f for f, own in enumerate(plan.method.experts_of(plan.layout)) if not own} for plan in plans]
+    assert all(trunk <= held for plan, trunk in zip(plans, trunks, strict=True) for held in plan.holds)
+    firsts = [[plan.held_by(learner, 1) for learner in range(len(plan.step_s))] for plan in plans]
+    at_first = [frozenset[int]().union(*(held or () for held in each)) for each in firsts]
+    assert sum(len(held) < len(plan.sizes) for plan, held in zip(plans, at_first, strict=True)) > 50  # none holds one
+    assert sum(plan.held_by(0, 1) != plan.held_by(0, 2) for plan in plans) > 50
+    assert {type(plan.method.quorum) for plan in plans} == set(QUORUMS)
+    for name in ("num_units", "standby", "goes_back", "steered"):
+        assert {bool(getattr(plan, name)) for plan in plans} == {True, False}
+
+
+@pytest.mark.parametrize("quorum", sorted(QUORUMS, key=lambda each: each.__name__))
+def test_a_fragment_without_a_holder_stays_as_it_was_until_a_late_one_takes_it_over(quorum: type[Quorum]) -> None:
+    """Version 0 is the only one that there ever was of it; with the late holder it goes on from there."""
+    plans = (replace(plan_of(seed, parts=True), faults=(), steps=100) for seed in range(100))
+    plan = next(it for it in plans if len(it.step_s) == 2 and len(it.sizes) > 2 and type(it.method.quorum) is quorum)
+    everything = frozenset(range(len(plan.sizes)))
+    part = everything - {0}
+    plan = replace(plan, holds=(part,), method=replace(plan.method, quorum=replace(plan.method.quorum, at_least=1)))
+    for holds, starts_s, expected in (((part,), plan.starts_s, part), ((part, everything), (0.0, 10.0), everything)):
+        storm = Storm(replace(plan, holds=holds, starts_s=starts_s))
+        with quiet():
+            storm.run()
+        assert {fragment for fragment, version in storm.ledger.versions.digests if version > 0} == expected
+
+
+@pytest.mark.parametrize(("break_it", "first"), HELD.items())
+def test_a_defect_of_held_parts_is_found(break_it: Defect, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        if not any(run(each, each.faults) for each in (plan_of(seed, held=True) for seed in range(first, first + 60))):
+            pytest.fail("no storm has found it")
+
+
+def test_what_storms_with_held_parts_require_can_fail() -> None:
+    storm = Storm(plan_of(1, parts=True))
+    with quiet():
+        storm.run()
+    assert storm.driver is not None
+    core, ledger = storm.driver.core, storm.ledger
+    learner, account = next(iter(core.accounting.accounts.items()))
+    c = Contribution(learner, account.incarnation, 0, 99, 0, 0, 1, 1, step=1)
+    ledger.held_as[learner, account.incarnation] = frozenset({1})
+    storm.accounts.sent(c, torch.empty(0))
+    storm.accounts.contributed(c, 0)
+    with pytest.raises(BrokenInvariantError, match=r"is acknowledged, and its learner holds \[1\]"):
+        storm.accounts.take_events(0.0)
+    ledger.held_by[account.process or 0] = frozenset({1})
+    account.train(5)
+    with pytest.raises(BrokenInvariantError, match=r"which holds \[1\], has trained"):
+        storm.accounts.check(core)
 
 
 def leases_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.chaos.versions import require
 
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.leases import MERGED, DataSet, Leases
+from diloco.protocol.leases import MERGED, UNHELD, DataSet, Leases
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import Ranges, common, count, minus, union
 
@@ -71,6 +71,25 @@ class UnitLedger:
             lacking = sum(unit not in merges for unit in done)
             given_up = sum(num for fate, num in totals.fates.items() if fate != MERGED)
             require(lacking <= given_up, f"fragment {fragment} lacks {lacking} units that are done, of {given_up}")
+
+
+def check_held(leases: Leases, held_as: Mapping[tuple[str, int], frozenset[int]]) -> None:
+    """A unit under lease has no fate but one in fragments that its learner does not hold, and is under lease until it
+    has one in each of those that it does.
+
+    Arguments:
+        held_as: the fragments that an incarnation of a learner holds.
+    """
+    for one, lease in leases.leases.items():
+        if one not in held_as:
+            continue  # its grant is not durable yet
+        settled = lease.units
+        for fragment, by_fate in enumerate(lease.fates):
+            unheld = by_fate.get(UNHELD, ())
+            expected = () if fragment in held_as[one] else lease.units
+            require(unheld == expected, f"{one} holds {held_as[one]}; in {fragment} it has {unheld} of {lease.units}")
+            settled = common(settled, lease.settled(fragment))
+        require(settled == (), f"{one} has {settled} under lease, which are settled in all that it holds")
 
 
 def check_leases(leases: Leases) -> None:

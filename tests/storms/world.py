@@ -24,7 +24,7 @@ from tests.storms.nodes import DURATIONS_S, RUN, TIMEOUT_S, Node, NodeDoor, Proc
 from tests.storms.places import Snapshot, StormPlace
 from tests.storms.plans import STORE_FAULTS, WORKER_FAULTS, Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
-from tests.storms.units import check_leases
+from tests.storms.units import check_held, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
@@ -101,7 +101,7 @@ class Storm:
         self.struck: Counter[str] = Counter()
         self.ledger = self.ledger_type()
         self.all_accounts: list[Accounts] = []
-        self.accounts = self.accounts_type(self.ledger, self.all_accounts)
+        self.accounts = self.accounts_type(self.ledger, self.all_accounts, len(plan.sizes))
         self.impostor: Impostor | None = None
         self.replicas = StormReplicas(plan.method, plan.layout)
         self.jobs = TensorJobs(plan.method, seconds=None)
@@ -242,7 +242,7 @@ class Storm:
             self._check_syncer()
         for learner in self._touched:
             if learner.core is not None:
-                check_learner(learner.name, learner.core)
+                check_learner(learner.name, learner.core, learner.process.held)
                 learner.process.check_line()
                 self.accounts.check_learner(learner.name, learner.process.incarnation, learner.core)
         self._touched.clear()
@@ -253,6 +253,7 @@ class Storm:
                 node.accounts.take_events(self.now_s)
                 node.accounts.check(node.driver.core)
                 check_leases(node.driver.core.leases)
+                check_held(node.driver.core.leases, self.ledger.held_as)
                 check_groups(node.driver.core)
                 node.check_shown()
 

@@ -161,6 +161,8 @@ def test_a_trainers_steps_evaluations_and_checkpoints() -> None:
     assert trainer_point(evaluated) == Point(
         8, 6.0, {"global_model/held_out_loss": 2.0, "global_model/evaluated_at_tokens": 160.0}
     )
+    of_part = evaluated.model_copy(update={"of_part": True})
+    assert trainer_point(of_part) == Point(8, 6.0, {"part/held_out_loss": 2.0})
     saved = ev.Checkpointed(t=7.0, step=8, path="x", num_bytes=99, seconds=0.5)
     assert trainer_point(saved) == Point(8, 7.0, {"train/checkpoint_s": 0.5, "train/checkpoint_bytes": 99.0})
     assert trainer_point(ev.Waited(step=8, seconds=1.0, times=1)) is None

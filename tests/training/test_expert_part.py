@@ -254,6 +254,23 @@ def test_the_part_continues_with_the_inner_state_of_its_experts(kind: str, optim
         torch.testing.assert_close(part.get_parameter(name), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_the_part_continues_with_factored_inner_state() -> None:
+    model, experts = whole("mixtral"), [2, 3, 6, 7]
+    of_model = torch.optim.Adafactor(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    of_model.step()
+    part = part_of(model, experts)
+    of_part = torch.optim.Adafactor(part.parameters())
+    of_part.load_state_dict(part_state(of_model.state_dict(), of_part, experts))
+    for each in part.parameters():
+        each.grad = torch.ones_like(each)
+    of_part.step()
+    rows = {value.shape[0] for each in part.parameters() if each.ndim == 3 for value in of_part.state[each].values()
+            if value.ndim}  # fmt: skip
+    assert rows == {len(experts)}
+
+
 def test_a_part_from_a_configuration_allocates_no_whole_model(tmp_path: Path) -> None:
     config = whole("mixtral").config
     config.to_json_file(tmp_path / "config.json")
@@ -543,6 +560,8 @@ def test_the_run_file_gives_each_expert_a_holder(tmp_path: Path) -> None:
         (TABLES.replace("4-7", "5-7"), 4),
         (TABLES.replace("0-3", "1-3"), 0),
         (TABLES.replace("4-7", "5-7").replace("num_local_experts = 8\n", ""), 4),  # the number is not known here
+        (TABLES.partition("[learner.x]")[0] + '[train]\nholds_experts = "0-3"', 4),  # of all learners
+        (TABLES.replace('train.holds_experts = "4-7"', "train.batch = 4") + '[train]\nholds_experts = "0-3"', 4),
     ]:
         for learner in (None, "x"):
             with pytest.raises(

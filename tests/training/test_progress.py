@@ -19,6 +19,8 @@ def test_a_status_is_one_line_with_everything() -> None:
         "up 1.50 MB down 2.00 MB | participation 75% | warm start"
     )
     assert status_line("a", 12, 2.5, 1e-3, 20_000, 50, 100, {}) == STATUS.partition(" | versions")[0]
+    part = {"versions": [-1, 4, -1, 4]}  # it holds two of four fragments
+    assert status_line("a", 12, 2.5, 1e-3, 20_000, 50, 100, part).endswith("of 100 tokens | versions 4")
 
 
 def test_plain_lines_keep_their_pace() -> None:

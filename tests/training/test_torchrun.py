@@ -286,9 +286,9 @@ def test_a_pool_has_no_effect_over_a_process_group_and_is_refused(
 
 @pytest.mark.slow
 def test_two_ranks_hold_a_part_of_the_experts_beside_a_process_with_the_others(tiny: Tiny, tmp_path: Path) -> None:
+    mixture = "type='mixtral', num_local_experts=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2"
     overrides = (
-        "model={type='mixtral', num_local_experts=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2, "
-        "num_attention_heads=2, num_key_value_heads=2}",
+        f"model={{{mixture}, num_attention_heads=2, num_key_value_heads=2}}",
         DILOCO_6.replace("sync_every=6", "sync_every=6, fragments={type='Experts', groups=4, trunk={type='Whole'}}"),
         "warm_start.steps=6", "checkpoint.every_steps=12", "run.tokens=512_000", "run.steps=24", "schedule.steps=24",
     )  # fmt: skip
@@ -309,7 +309,7 @@ def test_two_ranks_hold_a_part_of_the_experts_beside_a_process_with_the_others(t
     assert torch.Size((4, 16, 24)) in shapes
     assert all(shape[:1] != (8,) for shape in shapes)
 
+    ranks = RankGroup()
+    ranks.size = 2
     with pytest.raises(ConfigError, match="a learner of several ranks that holds a part of the experts"):
-        ranks = RankGroup()
-        ranks.size = 2
         Trainer(own, part, ranks=ranks)

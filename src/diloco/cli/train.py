@@ -170,7 +170,8 @@ def _train(
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
                 summary = trainer.train()
         if job.is_first:
-            model = "the global model" if config.train.holds_experts is None else "its part of the global model"
+            is_part = config.train.holds_experts is not None and part.role == "learner"
+            model = "its part of the global model" if is_part else "the global model"
             print_result(as_json, asdict(summary), _sentence(summary, model))
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)

@@ -322,7 +322,7 @@ class Local(Exchange):
         run, name = self._run, self._name
         assert run.driver is not None
         account = run.driver.core.accounting.accounts[name]
-        comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
+        comes_back = account.incarnation > 1 and account.tokens > 0
         if not state or comes_back or (run.has_trained and not run.matches(state)):
             return False
         if state["core"]["has_leases"]:

@@ -92,7 +92,8 @@ def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
     def packed(path: tuple[str, ...], tensor: Tensor) -> Any:
         name, dtype = "/".join(path), str(tensor.dtype).removeprefix("torch.")
         fragment = _fragment_of(path) if tensor.dim() == 1 else None
-        tensors[name] = tensor if fragment is None else _shard(learner, tensor, fragment)
+        if fragment is None or learner.layout.fragments[fragment].numel:  # else the learner does not hold it
+            tensors[name] = tensor if fragment is None else _shard(learner, tensor, fragment)
         shape = list(tensor.shape) if fragment is None else []
         return {"tensor": name, "fragment": fragment, "shape": shape, "dtype": dtype}
 
@@ -134,7 +135,8 @@ def load_distributed_state(
             return targets[spec["tensor"]]
         elements = learner.tensors.partition.elements(fragment)
         local = torch.empty(elements.stop - elements.start, dtype=dtype)
-        targets[spec["tensor"]] = _shard(learner, local, fragment)
+        if learner.layout.fragments[fragment].numel:
+            targets[spec["tensor"]] = _shard(learner, local, fragment)
         return local
 
     require_layout(dict(plain["mapping"])["layout"], learner.layout)

@@ -130,7 +130,7 @@ class MixtureBlock:
 
 
 def mixture_blocks(model: nn.Module) -> Iterator[MixtureBlock]:
-    """The blocks of a model with several experts, in model order."""
+    """The blocks of a model with experts, in model order."""
     for path, module in named_modules(model):
         experts = module._modules.get("experts")
         router = next((module._modules[name] for name in ROUTERS if module._modules.get(name) is not None), None)
@@ -139,7 +139,7 @@ def mixture_blocks(model: nn.Module) -> Iterator[MixtureBlock]:
         experts = unwrapped(experts)
         fused = () if isinstance(experts, nn.ModuleList) else tuple(experts.parameters(recurse=False))
         num_experts = fused[0].shape[0] if fused else len(experts) if isinstance(experts, nn.ModuleList) else 0
-        if num_experts > 1:
+        if num_experts:
             yield MixtureBlock(path.removesuffix("."), module, unwrapped(router), num_experts, fused)
 
 

@@ -103,7 +103,13 @@ class HeldExperts:
         return (*self.groups, *range(self.num_groups, num_fragments))
 
     def part(self, layout: Layout) -> Layout:
-        """The layout of the model that has these experts only. `layout`: of the run."""
+        """The layout of the model that has these experts only. `layout`: of the run. Raises LayoutError: it has no
+        trunk, which all learners hold."""
+        if len(layout.fragments) == self.num_groups:
+            raise LayoutError(
+                "a learner can hold a part of a model that has a trunk, and all tensors of this one belong to experts; "
+                "leave holds_experts out."
+            )
         return layout.part(self.fragments(len(layout.fragments)), self.experts)
 
 

@@ -348,7 +348,7 @@ class Learner:
     @property
     def _has_sent(self) -> bool:
         """Whether all work on some fragment has been sent."""
-        return any(work.pending_steps == 0 for work in self._core.fragments if work.version >= 0)
+        return any(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -98,7 +98,8 @@ def require_layout(saved: object, layout: Layout) -> None:
     """Raise CheckpointError unless `saved`, a state's layout, is that of this model."""
     if saved != layout.digest():
         raise CheckpointError(
-            "the checkpoint is of another model or another cut of it; use the run file it was saved with."
+            "the checkpoint is of another model, another cut of it, or other experts that its learner holds; use the "
+            "run file it was saved with."
         )
 
 

@@ -22,9 +22,9 @@ from diloco.core.quorum import AllLive
 from diloco.planning.exchange_plan import ExchangePlan
 from diloco.planning.network import Network, Transfer
 from diloco.protocol.actions import Action, MergeRound, Publish, Tell, WakeAt
-from diloco.protocol.contribution import Contribution
+from diloco.protocol.contribution import NOTHING, Contribution
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import NOTHING, Deadlines, Report
+from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.report.drawing import Kind, Span

@@ -50,7 +50,7 @@ class Account:
         confirmed: per fragment, the number up to which the newest incarnation has confirmed verdicts.
         verdicts: unconfirmed verdicts of the newest incarnation, by fragment and number.
         held: the fragments that the newest incarnation holds; None: all of them.
-        held_before: likewise, of the incarnation before; of a first one, its own.
+        held_before: likewise, of the incarnation before of its process; of a first one, its own.
         tokens: trained by all incarnations.
     """
 
@@ -185,9 +185,9 @@ class Accounting:
         """
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
         account.earlier_tokens = account.tokens
-        account.held, account.held_before = held, account.held if account.incarnation else held
         if process != account.process:
             account.others_tokens = account.earlier_tokens
+        account.held, account.held_before = held, account.held if process == account.process else held
         account.incarnation, account.process = max(account.incarnation, after) + 1, process
         account.ended_at, account.is_gone = None, False
         account.confirmed, account.verdicts = [0] * self._num_fragments, {}

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from diloco.core.choices import whole_number
 from diloco.protocol.units import Ranges
 
+NOTHING = -1
+"""The version of a fragment that a learner does not hold, or has not fetched yet."""
+
 # Reasons for which the work of a rejected contribution stays pending, and is part of its learner's next contribution.
 OUT_OF_STEP = "out of step"
 """Its learner is a round behind: it was sent at or before the step of the previous round."""

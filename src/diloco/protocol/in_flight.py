@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from diloco.protocol.contribution import OVERLAP
-from diloco.protocol.members import NOTHING
+from diloco.protocol.contribution import NOTHING, OVERLAP
 from diloco.protocol.units import Ranges, as_lists, common, ranges_of, union
 
 

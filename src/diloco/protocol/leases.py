@@ -303,10 +303,11 @@ class Leases:
         left, wanted = self.left.pop(learner, None) or self._new(), union(*claim)
         got = common(wanted, left.units)
         for fragment, its in enumerate(claim):
-            settled = left.settled(fragment)
-            got = minus(common(got, union(its, settled)), common(its, settled))
-            unheld = left.fates[fragment].get(UNHELD, ())
-            got = minus(got, unheld) if held is None or fragment in held else common(got, unheld)
+            settled, unheld = left.settled(fragment), left.fates[fragment].get(UNHELD, ())
+            if held is None or fragment in held:
+                got = minus(common(got, union(its, settled)), union(common(its, settled), unheld))
+            else:  # it claims the units of a batch in all fragments
+                got = common(got, unheld)
         fates = left.taken(got)
         lease.add(got, fates)
         self.returned = minus(self.returned, got)

@@ -10,9 +10,6 @@ from diloco.core.choices import positive
 from diloco.errors import ConfigError
 from diloco.protocol.lineage import Lineage
 
-NOTHING = -1
-"""The version of a fragment that a learner does not hold, or has not fetched yet."""
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -161,7 +158,8 @@ class Member:
 
     def is_blocked_at(self, versions: Sequence[int]) -> bool:
         """Whether it waits for a version after these, of the fragments that it holds."""
-        return self.blocked_with == tuple(v if self.holds(f) else NOTHING for f, v in enumerate(versions))
+        has = self.blocked_with
+        return len(has) == len(versions) and all(has[f] == v for f, v in enumerate(versions) if self.holds(f))
 
     def heard(self, now: float, step: int, tokens: int, steps: int) -> int:
         """A message from the member, which is at this step. Returns the number of new steps.

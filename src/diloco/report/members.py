@@ -63,7 +63,11 @@ class LearnerSummary:
         """Plain values for the page; `versions`: the newest of each fragment; `seen_at`: Unix time of `progress`."""
         it = self.progress
         own = it.versions if it is not None and self.is_live else ()
-        behind = [max(0, newest - own[index]) for index, newest in sorted(versions.items()) if index < len(own)]
+        behind = [
+            max(0, newest - own[index]) if own[index] >= 0 else None  # −1: it does not hold the fragment
+            for index, newest in sorted(versions.items())
+            if index < len(own)
+        ]
         silent_s = None if it is None or not self.is_live else it.silent_s + max(0.0, now - seen_at)
         return {
             "name": self.name, "number": self.number, "state": self.state, "since": self.since, "reason": self.reason,

@@ -59,7 +59,8 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
     """Plain values: seconds; `as_of` in Unix time, None where the run has ended; bytes on the syncer's connections,
     both directions; losses in nats per token."""
     begun, _ = timeline.syncer_starts[0]
-    losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
+    evaluated = (event for name in timeline.presence for event in timeline.evaluated.get(name, []) if not event.of_part)
+    losses = [(event.tokens, event.loss) for event in evaluated]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}
     ended = timeline.finished.get("syncer")
     trained = max((tokens for tokens, _ in losses), default=0)

@@ -81,7 +81,8 @@ class Story:
     def _take_trainers(self, event: ev.Event) -> None:
         match event:
             case ev.Evaluated():
-                self._evaluate(event.who, event.tokens, event.loss)
+                whose = f"{event.who}'s part" if event.of_part else event.who
+                self._evaluate(whose, event.tokens, event.loss)
             case ev.Stepped():
                 self._own_training[event.who].add(event.step, event.loss)
                 self._stepped[event.who] = event
@@ -267,7 +268,7 @@ class Story:
         return [row | {"entropy": sum(row["entropy"]) / len(row["entropy"])} for row in found.values()]
 
     def _loss_curves(self, number: int) -> dict[str, list[tuple[float, float]]]:
-        """Curves of the global model, merged over the members that evaluated it, and of controls."""
+        """Curves of the global model, merged over the members that evaluated it, of members' parts, and of controls."""
         curves: dict[str, list[tuple[float, float]]] = {}
         for who, curve in self._losses.items():
             name = GLOBAL if who in self._members else who

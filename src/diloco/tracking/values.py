@@ -63,7 +63,7 @@ def trainer_point(event: ev.Event) -> Point | None:
         case ev.Routed():
             values = _load(event)
         case ev.Evaluated():
-            values = _evaluation(event.tokens, event.loss)
+            values = {"part/held_out_loss": event.loss} if event.of_part else _evaluation(event.tokens, event.loss)
         case ev.Checkpointed():
             values = {"train/checkpoint_s": event.seconds, "train/checkpoint_bytes": float(event.num_bytes)}
         case _:

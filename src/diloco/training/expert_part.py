@@ -112,7 +112,10 @@ def part_of(model: M, experts: Sequence[int]) -> M:
 def held_rows(value: Tensor, shape: Sequence[int], experts: Sequence[int]) -> Tensor:
     """The rows of `experts` of a tensor of the whole model, such as state of its optimizer, where the part's tensor, of
     this shape, has another number of rows; any other tensor as it is."""
-    is_cut = value.ndim == len(shape) and value.shape[1:] == tuple(shape[1:]) and value.shape != tuple(shape)
+    if value.ndim != len(shape) or not shape or value.shape[0] in (1, shape[0]):
+        return value
+    # A dimension of 1: of Adafactor's state, which is factored.
+    is_cut = all(size in (1, own) for size, own in zip(value.shape[1:], shape[1:], strict=True))
     return value[list(experts)] if is_cut else value
 
 

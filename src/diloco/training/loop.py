@@ -85,6 +85,11 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
+        path = spec.resume_from
+        # Whether it has a whole model at first, from which it may initialise the run, also where it is to hold a part.
+        self._begins_whole = config.train.holds_experts is None or (
+            self._initialises and (path is None or not (has_joined(path) or held_by(path)))
+        )
         self._training = TrainingState(
             config, corpus, self._ranks, self._clock, peers, held=self._held_experts(corpus.vocab_size),
             begins_whole=self._begins_whole,
@@ -128,15 +133,6 @@ class Trainer:
         if path is not None and (saved := held_by(path)) is not None:
             return self._dealt.saved(saved)
         return None if self._begins_whole else self._dealt.ask()
-
-    @property
-    def _begins_whole(self) -> bool:
-        """Whether this learner has a whole model at first, from which it may initialise the run, also where it is to
-        hold a part of it."""
-        if self.config.train.holds_experts is None:
-            return True
-        path = self.spec.resume_from
-        return self._initialises and (path is None or not (has_joined(path) or held_by(path)))
 
     @property
     def model(self) -> nn.Module:

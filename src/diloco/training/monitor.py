@@ -180,6 +180,7 @@ class Monitor:
                 loss=loss,
                 num_sequences=self._evaluator.num_sequences,
                 versions=learner.versions,
+                of_part=self._training.part is not None,
             )
         )
         model = "the global model" if self._training.part is None else "its part of the global model"

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from diloco.protocol.contribution import NOTHING
+
 
 def status_line(
     name: str, step: int, loss: float, lr: float, tokens_per_s: float, run_tokens: int, budget: int,
@@ -28,7 +30,7 @@ def status_line(
         f"{tokens_per_s:,.0f} tokens/s",
         f"run {run_tokens / budget:.0%} of {budget:,} tokens",
     ]
-    if versions := metrics.get("versions"):
+    if versions := [version for version in metrics.get("versions", ()) if version != NOTHING]:
         low, high = min(versions), max(versions)
         parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
     num_bytes = Counter[str](metrics.get("num_bytes"))

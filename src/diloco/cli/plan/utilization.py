@@ -252,7 +252,8 @@ def _needs(source: SyncerLinkModel, host_bytes: float) -> dict[str, Any]:
         words.append(f"with {with_memory}, and a run has no second one: take a larger host{drop}")
     words = [f"one syncer does not suffice {each}" for each in words]
     return {
-        "learner_bytes": learner_bytes(workload, setting), "learner_bytes_all_held": learner_bytes(workload, whole),
+        "learners": num, "learner_bytes": learner_bytes(workload, setting),
+        "learner_bytes_all_held": learner_bytes(workload, whole),
         "syncer_memory": memory, "syncer_storage": storage, "syncer_bit_per_s": None if math.isinf(rate) else rate,
         "syncer_words": words or [f"one syncer suffices, with {at_link} and {with_memory}"],
     }  # fmt: skip
@@ -265,7 +266,9 @@ def _print_needs(console: Console, needs: dict[str, Any]) -> None:
     rate, memory, storage = needs["syncer_bit_per_s"], needs["syncer_memory"], needs["syncer_storage"]
     link = "" if rate is None else f", and for 95 % a link of {RATE.show(rate)}"
     console.print(
-        f"the syncer holds all: {SIZE.show(memory)} of memory, {SIZE.show(storage)} of storage{link}", soft_wrap=True
+        f"the syncer of {needs['learners']} learners holds all: {SIZE.show(memory)} of memory, {SIZE.show(storage)} of "
+        f"storage{link}",
+        soft_wrap=True,
     )
     for each in needs["syncer_words"]:
         console.print(each, soft_wrap=True)

@@ -187,18 +187,19 @@ class Remote(ShardedExchange):
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
+        first = self._first
         core = SessionCore(
             self._run,
             self._claim,
             len(layout.fragments),
             at_least=method.quorum.at_least,
             reports_every_step=method.quorum.reports_every_step,
-            initialises=False if self._initial is None else self._initial.initialises,
+            initialises=False if first is None else first.initialises,
             join_timeout_s=self._join_timeout_s,
             num_addresses=self._dialler.num_addresses,
             held=self.held,
         )
-        model, dialler, lanes = None if self._initial is None else initial(), self._dialler, self._lanes
+        model, dialler, lanes = None if first is None else initial(), self._dialler, self._lanes
         run = self._run
         sender, receiver, parts = Sender(dialler, run), Receiver(dialler, run, layout, method), model_parts
         if lanes is not None:
@@ -207,7 +208,7 @@ class Remote(ShardedExchange):
             receiver = LeadingReceiver(dialler, run, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
         entry = Entry(
-            dialler, run, layout, self._initial, model, parts, overlap=overlap, held=self.held, is_dealt=self.is_dealt,
+            dialler, run, layout, first, model, parts, overlap=overlap, held=self.held, is_dealt=self.is_dealt,
             tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         self._session = Session(core, dialler, entry, sender, receiver)
@@ -221,6 +222,12 @@ class Remote(ShardedExchange):
         self._incarnation = opened.incarnation
         return opened
 
+    @property
+    def _first(self) -> Initial | None:
+        """Of the model that this learner would give the run, unless it has a part of one and is not told to."""
+        given = self._initial
+        return given if given is None or self.has_whole or given.initialises is True else None
+
     # --- one of several ranks -----------------------------------------------------------------------------------------
 
     def divide(self, lanes: CommandLanes) -> None:
@@ -228,7 +235,7 @@ class Remote(ShardedExchange):
 
     def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
         assert self._lanes is not None
-        model = None if self._initial is None else initial()
+        model = None if self._first is None else initial()
         self._follower = FollowingRank(self._dialler, self._run, layout, method, self._lanes, model)
 
     def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:

@@ -127,7 +127,7 @@ class CalledSyncer(LateRounds):
         for fragment in due if late.ready(run) else ():
             if fragment in is_called or run.fragments[fragment].phase != "open":
                 continue
-            if late.ready(run, fragment):
+            if late.ready(run, fragment) or self._fragments[fragment].open is not None:  # work that came late waits
                 self._call(now, fragment)
                 called.update(learner for learner, member in run.members.items() if member.holds(fragment))
             else:

@@ -241,7 +241,7 @@ class ScheduledSyncer(SyncerRounds):
         run = self._run
         if run.at_least == 1:
             return None
-        schedule = run.rules.schedule
+        schedule, others = run.rules.schedule, [it for name, it in run.members.items() if name != learner]
         starts = [run.step]
         for fragment, state in enumerate(run.fragments):
             if not run.members[learner].holds(fragment):
@@ -254,6 +254,8 @@ class ScheduledSyncer(SyncerRounds):
             step = rounds[state.version].step if is_closing else state.step
             while True:
                 round_ = rounds.get(number)
+                if round_ is None and others and not any(it.holds(fragment) for it in others):
+                    break  # nobody was there to reach it
                 if round_ is None:  # a contribution may be in flight
                     step, present = schedule.next_send(fragment, step), connected
                 else:

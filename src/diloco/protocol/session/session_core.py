@@ -37,10 +37,20 @@ from diloco.errors import (
     UnreachableError,
     VersionError,
 )
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing, Verdict
+from diloco.protocol.contribution import (
+    NOTHING,
+    CallForWork,
+    Contribution,
+    Drained,
+    Hold,
+    Rejection,
+    Settled,
+    Standing,
+    Verdict,
+)
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, refusal
-from diloco.protocol.members import NOTHING, Claim, Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import Lane

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from diloco.protocol.contribution import Contribution, Verdict
-from diloco.protocol.members import NOTHING, Claim
+from diloco.protocol.contribution import NOTHING, Contribution, Verdict
+from diloco.protocol.members import Claim
 from diloco.protocol.session.requests import Fetch
 
 

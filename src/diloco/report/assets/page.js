@@ -181,6 +181,7 @@ function heat() {
   const versions = story.fragments.map((it) => make("td", { class: "cell" }, wide ? "" : it.version));
   const rows = story.learners.filter((it) => it.behind.length).map((it) => {
     const cells = it.behind.map((behind, index) => {
+      if (behind === null) return make("td", { class: "cell", title: `${it.name} does not hold fragment ${index}` }, wide ? "" : "–");
       const strength = Math.min(1, behind / 4);
       const style = { background: `color-mix(in srgb, var(--lost) ${Math.round(85 * strength)}%, var(--card))` };
       return make("td", { class: "cell", style, title: `${it.name}, fragment ${index}: ${behind} behind` }, wide ? "" : behind);
