@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, model_validator
 
 from diloco.errors import ConfigError, without_key_lines
 from diloco.tables import Table, number_ranges, read_text, read_toml, validate, write_toml
@@ -27,6 +27,9 @@ MAX_GROUP_BYTES, GROUP_HEADER_BYTES, MAX_TASK = 5 << 20, 1 << 16, 64
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The number of a mixture's experts in configurations of transformers: one of these keys."""
+
+AUTO = "auto"
+"""The value of `train.holds_experts` with which the syncer deals them."""
 
 MUON_PRESET = "MuLoCo"
 """The preset whose default inner optimizer is Muon."""
@@ -167,7 +170,8 @@ class TrainTable(Table):
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     # the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11"; default: all
     trains_experts: str | None = None
-    holds_experts: str | None = None  # those that this learner holds, of which it trains all; default: all
+    # those that this learner holds, of which it trains all; "auto": the syncer deals them; default: all
+    holds_experts: str | None = None
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
     expert_parallel: int | None = Field(default=None, ge=2)
@@ -186,8 +190,9 @@ class TrainTable(Table):
     @model_validator(mode="after")
     def _names_experts(self) -> Self:
         for key in ("trains_experts", "holds_experts"):
+            text = getattr(self, key)
             try:
-                number_ranges(key, "0" if getattr(self, key) is None else getattr(self, key))
+                number_ranges(key, "0" if text is None or (key, text) == ("holds_experts", AUTO) else text)
             except ConfigError as error:
                 raise ValueError(str(error).removesuffix(".")) from error
         self.refuse_unused(
@@ -377,6 +382,7 @@ class RunConfig(Table):
     task: dict[str, TaskTable] = Field(default_factory=dict)  # by name
     engine: EngineTable | None = None
     learner: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # overrides by the learner's name
+    _num_dealt: int = PrivateAttr(0)
 
     @model_validator(mode="after")
     def _defaults_that_fit(self) -> Self:
@@ -479,6 +485,11 @@ class RunConfig(Table):
         return "muon" if self.method.get("preset") == MUON_PRESET else "adamw"
 
     @property
+    def num_dealt(self) -> int:
+        """Planned learners that hold the experts that the syncer deals them."""
+        return self._num_dealt or self.run.learners
+
+    @property
     def share(self) -> int:
         """Default number of sequences per step of a planned learner."""
         return self.train.global_batch // self.run.learners
@@ -528,8 +539,24 @@ def parse_config(
         of_learner = _read(_merged(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
             resolved = of_learner
+    resolved._num_dealt = _num_dealt(config)
     _require_holders(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
+
+
+def _num_dealt(config: RunConfig) -> int:
+    """How many planned learners hold experts that the syncer deals."""
+    shared = config.train.holds_experts
+    own = [table.get("train", {}).get("holds_experts", shared) for table in config.learner.values()]
+    return [*own, *[shared] * (config.run.learners - len(own))].count(AUTO)
+
+
+def require_dealt(config: RunConfig) -> None:
+    """Raise ConfigError if a run file, with the tables of its learners, deals experts to none of them."""
+    cut = config.method.get("fragments")
+    for key in ("copies", "deal_every"):
+        if isinstance(cut, dict) and key in cut and not _num_dealt(config):
+            raise ConfigError(f'method.fragments.{key} has no effect without train.holds_experts = "{AUTO}"; drop it')
 
 
 def _require_holders(config: RunConfig, shared: str | None, source: str) -> None:
@@ -537,7 +564,7 @@ def _require_holders(config: RunConfig, shared: str | None, source: str) -> None
     without a set of their own. What is set for one learner, for its process alone, does not count."""
     texts = [own.get("train", {}).get("holds_experts", shared) for own in config.learner.values()]
     texts += [shared] * (config.run.learners - len(texts))
-    if None in texts:
+    if not {None, AUTO}.isdisjoint(texts):
         return
     held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
     missing = 0  # the first expert that is not held

@@ -52,7 +52,7 @@ METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,
     "Lease": pb.LeaseRequest, "Leave": pb.LeaveRequest, "Status": pb.StatusRequest, "Watch": pb.WatchRequest,
     "Pull": pb.PullRequest, "Initialise": pb.InitialiseHeader, "Push": pb.PushHeader, "Probe": pb.ProbeHeader,
-    "Promote": pb.PromoteRequest,
+    "Promote": pb.PromoteRequest, "Deal": pb.DealRequest,
 }  # fmt: skip
 """The calls of a syncer, and what each begins with."""
 
@@ -130,6 +130,7 @@ class SyncerUnderFire:
             ("Leave", [pb.LeaveRequest(
                 **who, incarnation=1, tokens=9, earlier_tokens=7, process=3
             ).SerializeToString()]),
+            ("Deal", [pb.DealRequest(**who, size=1).SerializeToString()]),
             ("Status", [pb.StatusRequest(run=RUN).SerializeToString()]),
             ("Watch", [pb.WatchRequest(**who, incarnation=1, versions=[0, 0]).SerializeToString()]),
             ("Pull", [pb.PullRequest(

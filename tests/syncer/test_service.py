@@ -338,7 +338,7 @@ def test_a_viewer_fetches_a_model_that_is_sent_with_its_outer_state(tmp_path: Pa
 CALLS = {
     "Describe": "unary_unary", "Join": "unary_unary", "Heartbeat": "unary_unary", "Leave": "unary_unary",
     "Status": "unary_unary", "Pull": "unary_stream", "Watch": "unary_stream", "Initialise": "stream_stream",
-    "Push": "stream_stream", "Probe": "stream_stream", "Lease": "unary_unary",
+    "Push": "stream_stream", "Probe": "stream_stream", "Lease": "unary_unary", "Deal": "unary_unary",
 }  # fmt: skip
 """Every call of the service, and its shape."""
 

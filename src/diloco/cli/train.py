@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from diloco.core.method import Method
     from diloco.protocol.session.joining import Initialises
     from diloco.tracking.feed import Feed
-    from diloco.training.learners import AnyLearner, Attach, Holding
+    from diloco.training.learners import AnyLearner, Attach, Deal, Holding
     from diloco.training.loop import Trainer
     from diloco.training.rank_group import RankGroup
     from diloco.training.spec import LearnerSpec, StopRequest, Summary
@@ -188,7 +189,10 @@ def _trainer(
     if not collective:
         stopping = StopRequest()
         attach = _connector(config, part, stopping) if part.role == "learner" else None
-        return Trainer(config, part, attach=attach, progress=progress, ranks=job, stop_request=stopping, feed=feed)
+        return Trainer(
+            config, part, attach=attach, progress=progress, ranks=job, stop_request=stopping, feed=feed,
+            deal=_dealer(config, part, stopping),
+        )  # fmt: skip
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
@@ -231,19 +235,36 @@ def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") 
             tokens_per_step=config.learner_batch * config.data.sequence_length,
         )
         stopping.interrupt_with(exchange.interrupt)
-        table = config.train
+        exchange.is_dealt, table = holding.is_dealt, config.train
         with ExitStack() as refused:  # closes the exchange, and so ends its threads, if the learner refuses it
             refused.callback(exchange.close)
             learner = diloco.Learner(
                 model, optimizer, exchange=exchange, trains=table.trains or None, trains_experts=table.trains_experts,
                 holds_experts=holding.experts, whole=holding.whole, overlap=table.overlap,
-                rewarm_steps=table.rewarm_steps, buffers=buffer_roles(model),
+                rewarm_steps=0 if holding.again else table.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
             refused.pop_all()
         stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks
         return learner
 
     return attach
+
+
+def _dealer(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") -> "Deal":
+    """The function that asks the syncer for experts, where it deals them."""
+    syncer = config.syncer
+
+    def deal(method: "Method", size: int) -> tuple[int, ...]:
+        import diloco
+
+        exchange = diloco.connect(
+            syncer.address, run=config.run.name, learner=part.name, keys=syncer.keys, insecure=syncer.insecure
+        )
+        stopping.interrupt_with(exchange.interrupt)
+        with closing(exchange):
+            return exchange.deal(exchange.method(method), size)
+
+    return deal
 
 
 def _source(config: RunConfig, part: "LearnerSpec") -> str:

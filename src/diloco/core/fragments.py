@@ -316,6 +316,11 @@ class Experts(Fragmentation):
         up, down: names of the experts' codecs; None: the method's.
         outer: the experts' outer optimizer; None: the method's.
         patterns: names of tensors whose rows are experts, as in `Named`, for models with other names; empty: as above.
+        copies: learners whose sets of groups the syncer deals (`train.holds_experts = "auto"`) hold each group this
+            many times.
+        deal_every: rounds of the trunk after which these sets are dealt anew, each shifted by one group, a multiple of
+            `every`; all fragments are then sent after the same inner steps, so that no work is lost. 0: only when a
+            group has lost its holders.
 
     Example: `DiLoCo(fragments=Experts(groups=4, every=4))`. Raises ConfigError when it finds no experts, experts of
     unequal number, or fewer than groups.
@@ -328,9 +333,18 @@ class Experts(Fragmentation):
     down: str | None = None
     outer: Outer | None = None
     patterns: Sequence[str] = ()
+    copies: int = 1
+    deal_every: int = 0
 
     def __post_init__(self) -> None:
         whole_number("Experts(groups=…)", self.groups, minimum=1)
+        whole_number("Experts(copies=…)", self.copies, minimum=1)
+        whole_number("Experts(deal_every=…)", self.deal_every, minimum=0)
+        if self.deal_every % self.every:
+            raise ConfigError(
+                f"Experts(deal_every={self.deal_every}) deals sets anew while experts are not sent, which is after "
+                f"every {self.every} rounds of the trunk (every); use a multiple of that."
+            )
         whole_number("Experts(every=…), the experts' H as a multiple of the trunk's,", self.every, minimum=1)
         trunk: Any = self.trunk
         outer: Any = self.outer

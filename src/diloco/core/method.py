@@ -208,7 +208,12 @@ class Method:
             ConfigError: another number of offsets.
         """
         return Schedule(
-            self.sync_every, num_fragments, self.overlap, self.offsets, self.fragments.multiples(num_fragments)
+            self.sync_every,
+            num_fragments,
+            self.overlap,
+            self.offsets,
+            self.fragments.multiples(num_fragments),
+            together=self.dealing[2] > 0,  # so that a learner that gets another set has sent all of its work
         )
 
     def for_fragment(self, fragment: int) -> Method:
@@ -247,6 +252,12 @@ class Method:
     def needs_whole_fragments(self) -> bool:
         """Whether rounds must be closed on whole fragments, and not shard by shard."""
         return self.screen is not None or not self.merge.elementwise
+
+    @property
+    def dealing(self) -> tuple[int, int, int]:
+        """Groups of experts, `copies` and `deal_every` (`fragments.Experts`); no groups: no learner holds a part."""
+        cut = self.fragments
+        return (cut.groups, cut.copies, cut.deal_every) if isinstance(cut, Experts) else (0, 1, 0)
 
     def cut_in_words(self, layout: Layout) -> str:
         """How this method cut a model into its fragments, and why."""

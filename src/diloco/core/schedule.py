@@ -78,6 +78,7 @@ class Schedule:
         offsets: as an argument, one integer in 0..H per fragment (0 means H); None: o_p as above. As an attribute, the
             resolved offsets of the first piece, in 1..H: the first inner step after which each fragment is sent.
         multiples: k_p of each fragment; empty: 1.
+        together: without offsets, all fragments are sent after the same inner steps, o_p = H.
 
     Raises:
         ConfigError: the numbers do not fit each other.
@@ -94,6 +95,7 @@ class Schedule:
     overlap: int = 0
     offsets: Sequence[int] | None = None
     multiples: tuple[int, ...] = ()
+    together: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_every", sync_every_of(self.sync_every))
@@ -157,6 +159,8 @@ class Schedule:
     def _resolved_offsets(self, every: int) -> tuple[int, ...]:
         if self.offsets is None:
             own = [every * k for k in self.multiples]
+            if self.together:
+                return tuple(own)
             return tuple((p + 1) * each // self.num_fragments or each for p, each in enumerate(own))
         if len(self.offsets) != self.num_fragments:
             raise ConfigError(

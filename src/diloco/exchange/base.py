@@ -124,6 +124,7 @@ class Overview:
             H.
         drained: the run has no place for this learner any more; it must finish and leave.
         budget: when the run ends, as far as the exchange knows.
+        dealt: the groups of experts that the learner is to hold; none: its set is fixed.
     """
 
     num_live: int = 1
@@ -131,13 +132,17 @@ class Overview:
     sync_every: int | None = None
     drained: bool = False
     budget: Budget = Budget()
+    dealt: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, standing: Standing | None) -> Overview:
         """From a syncer's message; None: none was received."""
         if standing is None:
             return cls(run_tokens=0)
-        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained, standing.budget)
+        return cls(
+            standing.num_live, standing.run_tokens, standing.sync_every, standing.drained, standing.budget,
+            standing.dealt,
+        )  # fmt: skip
 
 
 Call = Literal[
@@ -181,6 +186,10 @@ class Exchange(ABC):
     held: tuple[int, ...] | None = None
     """The indices of the fragments that the learner holds; None: all."""
 
+    is_dealt = False
+    """Whether the syncer has dealt the groups of experts that the learner holds (`deal`), and may deal it others
+    (`Overview.dealt`)."""
+
     has_whole = True
     """Whether the learner has the whole model, from which it can initialise the run."""
 
@@ -203,6 +212,14 @@ class Exchange(ABC):
         Raises:
             ConfigError: none was given and the run has none, or the two differ (names the difference).
         """
+
+    def deal(self, method: Method, size: int) -> tuple[int, ...]:
+        """Ask the syncer, before the model is built, which groups of experts a learner is to hold that holds so many.
+
+        Raises:
+            PayloadError: the run's method makes fewer groups.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no syncer that deals groups of {method}: {size}")
 
     @abstractmethod
     def open(

@@ -176,12 +176,20 @@ class Local(Exchange):
     def method(self, given: Method | None) -> Method:
         return required_method(given)
 
+    def deal(self, method: Method, size: int) -> tuple[int, ...]:
+        return self._run.syncer_of(self._name, method).driver.deal(self._name, size)
+
+    def again(self) -> Local:
+        """A new exchange of the same learner, which has left the run and joins again."""
+        return Local(self._run, self._index)
+
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
-        run.declare(self._index, self.trained)
+        if not self.is_dealt:  # else the syncer sees to it that every expert has a holder
+            run.declare(self._index, self.trained)
         initialises = run.initialises(self._index, may_initialise=self.initialises and self.has_whole)
         core = SessionCore(
             RUN, Claim(name, process=run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
@@ -200,7 +208,8 @@ class Local(Exchange):
         clock = partial(Alarm, run.delivery, learner=self._index)
         self._client = SessionClient(
             core, run.wires[self._index], clock, layout, run.replicas, initial=initial_model,
-            ready=run.is_founder(self._index), overlap=overlap, held=self.held, on_news=self._news,
+            ready=run.is_founder(self._index), overlap=overlap, held=self.held, is_dealt=self.is_dealt,
+            on_news=self._news,
         )  # fmt: skip
         self._client.begin()
         while self._opened is None:

@@ -21,6 +21,7 @@ from diloco.exchange.base import Exchange, FlatModel
 from diloco.learner.frozen import FrozenState, exchanged_tensors
 from diloco.learner.pieces import Units
 from diloco.learner.roles import ModelDescription
+from diloco.protocol.units import numbers, ranges_of
 from diloco.tables import number_ranges
 
 
@@ -48,6 +49,11 @@ class HeldExperts:
             ConfigError: the text is malformed, or names an expert beyond their number or not whole groups; the method
                 does not cut the model into experts.
         """
+        if text == "auto":
+            raise ConfigError(
+                'holds_experts="auto" is for the reference trainer, which rebuilds its model when other experts are '
+                'dealt; name those that this model has, such as "4-7 of 16".'
+            )
         named, _, number = str(text).partition(" of ")
         if not re.fullmatch(r"\s*[1-9]\d{0,5}\s*", number):
             raise ConfigError(
@@ -66,6 +72,11 @@ class HeldExperts:
             )
         experts = tuple(expert for first, stop in ranges for expert in range(first, stop))
         return cls(experts, num_experts, cut.groups_of(experts, num_experts), cut.groups)
+
+    @property
+    def text(self) -> str:
+        """As `Learner(holds_experts=…)` takes it."""
+        return f"{numbers(ranges_of((each, each + 1) for each in self.experts))} of {self.num_experts}"
 
     def described(self, part: ModelDescription, method: Method) -> ModelDescription:
         """The description of the run's model, given that of the model that has these experts only.

@@ -336,8 +336,19 @@ class Learner:
         last send. A learner that was evicted, and cannot join again, loses all work that is not merged, and takes no
         more steps.
         """
-        has_sent = any(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
-        return self._driver.is_drained or (self._exchange.overview.drained and has_sent)
+        return self._driver.is_drained or (self._exchange.overview.drained and self._has_sent)
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """The groups of experts that the syncer has dealt to this learner, once all work on some fragment has been
+        sent; otherwise none. A learner that holds others closes, and another one with these joins; the reference
+        trainer does so (`train.holds_experts = "auto"`)."""
+        return self._exchange.overview.dealt if self._has_sent else ()
+
+    @property
+    def _has_sent(self) -> bool:
+        """Whether all work on some fragment has been sent."""
+        return any(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -203,6 +203,7 @@ class Standing:
         settled: all learners have finished, and nothing is left to merge: `versions` are final unless one joins, or the
             syncer is started again, which may call for late work once more.
         budget: of the run.
+        dealt: the groups of experts that it is to hold; none: its set is fixed.
     """
 
     step: int
@@ -219,3 +220,4 @@ class Standing:
     at_least: int = 0
     settled: bool = False
     budget: Budget = Budget()
+    dealt: tuple[int, ...] = ()

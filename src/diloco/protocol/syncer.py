@@ -28,6 +28,7 @@ from diloco.errors import PayloadError, StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
+from diloco.protocol.dealing import Dealing
 from diloco.protocol.groups import Assigned, Groups, Made
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
@@ -48,6 +49,7 @@ class SyncerCore:
         deadlines: when a silent learner is evicted.
         step: the inner step after which the run begins.
         pool: how many learners may train; None: as many as join.
+        dealing: the sets of experts that were promised before the run had a model; None: the run deals none.
 
     Attributes:
         members: by learner id, in the order in which they joined.
@@ -63,9 +65,10 @@ class SyncerCore:
 
     def __init__(
         self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0,
-        pool: Pool | None = None,
+        pool: Pool | None = None, dealing: Dealing | None = None,
     ) -> None:  # fmt: skip
         self.rules = rules
+        self.dealing = Dealing() if dealing is None else dealing
         self.pool = pool
         self.deadlines = deadlines or Deadlines()
         self.step = step
@@ -122,6 +125,7 @@ class SyncerCore:
             "groups": self.groups.saved(self._serial, leases),
             "rounds": self.rounds.saved(storing),
             "steering": self._saving.saved(),
+            "dealing": self.dealing.saved(),
         }
         return Record(self._serial, values)
 
@@ -140,6 +144,9 @@ class SyncerCore:
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.groups.restore(values.get("groups"))
         self.rounds.restore(values["rounds"])
+        if "dealing" in values:
+            self.dealing.restore(now, values["dealing"], self.members)
+            self.dealing.turned([each.version for each in self.fragments], self.members)
         self.steering, self._paused_at = Steering.restored(values["steering"]), now
         self._ordered = Steering.restored(values["steering"])
 
@@ -159,6 +166,7 @@ class SyncerCore:
     def joined(
         self, now: float, learner: str, *, process: int = 0, after: int = 0, ready: bool = False,
         overlap: int | None = None, tokens_per_step: int | None = None, held: Collection[int] | None = None,
+        dealt: bool = False,
     ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
@@ -171,6 +179,7 @@ class SyncerCore:
             tokens_per_step: the most that it trains in an inner step; None: not declared.
             held: the fragments that it holds, all those of the trunk among them; None: all. Only these count for it:
                 their rounds wait for it, and its tokens are accounted for in them.
+            dealt: it was dealt the groups that it holds (`deal`), and may be dealt others.
 
         Raises:
             StaleIncarnationError: it joins again, but a newer process has taken its name.
@@ -195,7 +204,15 @@ class SyncerCore:
         )
         self.rounds.joined(learner)
         self._wants_record = True
-        return incarnation, actions + self._look_again(now)
+        before = self.dealing.sets.copy()
+        self.dealing.joined(learner, self.members, is_dealt=dealt)
+        return incarnation, [*actions, *self._dealt(before), *self._look_again(now)]
+
+    def deal(self, now: float, learner: str, size: int) -> tuple[tuple[int, ...], list[Action]]:
+        """The groups of experts of a learner that is to hold so many, before it joins with them; the same ones when it
+        asks again. Others may be dealt to members (`Standing.dealt`)."""
+        before = self.dealing.sets.copy()
+        return self.dealing.ask(now, learner, size, self.members), [*self._dealt(before), *self._wake(now)]
 
     def check(
         self, learner: str, incarnation: int, process: int | None = None, *, fragment: int | None = None
@@ -261,6 +278,7 @@ class SyncerCore:
         if member.tokens > 0:
             self.accounting.accounts[learner].ended_at = member.step
         self._remove(learner)
+        self.dealing.left(now, member)
         return self._look_again(now)
 
     def left_late(self, now: float, learner: str, *, process: int, tokens: int, step: int = 0) -> list[Action]:
@@ -278,8 +296,9 @@ class SyncerCore:
         self._wants_record |= self.accounting.trained_late(learner, tokens)
         if step > 0:
             account.ended_at = max(step, account.ended_at or 0)
-        if learner in self.members:
+        if (member := self.members.get(learner)) is not None:
             self._remove(learner)
+            self.dealing.left(now, member)
         return self._look_again(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -379,6 +398,7 @@ class SyncerCore:
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in contributors
+        self.dealing.turned([each.version for each in self.fragments], self.members)
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:
@@ -480,6 +500,7 @@ class SyncerCore:
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
             self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
             paused=self.steering.paused is not None, at_least=self.steering.at_least or 0, settled=self.is_settled,
+            dealt=self.dealing.of(learner),
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -571,9 +592,18 @@ class SyncerCore:
         return Reject(c, reason)
 
     def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
-        member = self.members[learner]
+        member, before = self.members[learner], self.dealing.sets.copy()
         self._remove(learner)
-        return [Evict(learner, member.incarnation, reason, replaced)]
+        if not replaced:
+            self.dealing.lost(learner, self.members)
+        return [Evict(learner, member.incarnation, reason, replaced), *self._dealt(before)]
+
+    def _dealt(self, before: Mapping[str, frozenset[int]]) -> list[Action]:
+        """Tell the members whose sets have changed."""
+        after = self.dealing.sets
+        changed = sorted(it for it in self.members if it in before and before[it] != after.get(it))
+        self._wants_record |= after != before
+        return [Tell(tuple(changed))] if changed else []
 
     def _remove(self, learner: str) -> None:
         """Remove a member; rounds wait for it no longer."""

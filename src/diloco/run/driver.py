@@ -207,13 +207,14 @@ class Driver(Generic[H, S, P]):
     def join(
         self, claim: Claim, layout: ModelLayout, done: Callable[[int], None], *, ready: bool = False,
         overlap: int | None = None, tokens_per_step: int | None = None, held: Sequence[int] | None = None,
+        dealt: bool = False,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
             claim: with the last incarnation of the same process; 0: it had none.
             layout: of the whole model of the run, whatever it holds.
-            ready, overlap, tokens_per_step, held: as in `SyncerCore.joined`.
+            ready, overlap, tokens_per_step, held, dealt: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
@@ -235,11 +236,28 @@ class Driver(Generic[H, S, P]):
         validation.check_held(learner, held, self.state.experts.trunk, len(self.state.versions))
         incarnation, actions = core.joined(
             self._clock.now_s(), learner, process=claim.process, after=claim.incarnation, ready=ready,
-            overlap=overlap, tokens_per_step=tokens_per_step, held=held,
+            overlap=overlap, tokens_per_step=tokens_per_step, held=held, dealt=dealt,
         )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step, self.state.experts.held_by(core.members[learner]))
         self._writes.record(partial(done, incarnation))
         self._executor.execute(actions)
+
+    @event
+    def deal(self, learner: str, size: int) -> tuple[int, ...]:
+        """The groups of experts of a learner that is to hold so many, also before the run has a model. Durable once
+        the learner has joined with them.
+
+        Raises:
+            PayloadError: no learner of the run can hold so many.
+        """
+        validation.check_name(learner)
+        validation.check_deal(learner, size, self.state.dealing.num_groups)
+        now_s = self._clock.now_s()
+        if not self.state.is_initialised:
+            return self.state.dealing.ask(now_s, learner, size, {})
+        dealt, actions = self.core.deal(now_s, learner, size)
+        self._executor.execute(actions)
+        return dealt
 
     def _require_followed(self, claim: Claim) -> None:
         """Check that the learner can follow this syncer. This check precedes all others: an older copy of the state

@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.protocol.contribution import Budget
+from diloco.protocol.dealing import Dealing
 from diloco.protocol.lineage import Epoch, Lineage
 from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds.base import Rules
@@ -36,6 +37,7 @@ class RunState(Generic[H, P]):
     Attributes:
         initial_tokens: tokens that the model was trained on before the run.
         cut: how the method cut the model, in words; "" without a model.
+        dealing: sets of experts, which learners are promised before the run has a model.
         experts: of the mixture that the model may be.
         run_id: as in `protocol.lineage`.
         epochs: the starts on this run's state.
@@ -49,7 +51,7 @@ class RunState(Generic[H, P]):
         self.method, self.budget = method, budget or Budget()
         self.initial_tokens = 0
         self.run_id = self.cut = ""
-        self.experts = ExpertStatus(())
+        self.dealing, self.experts = Dealing(*method.dealing), ExpertStatus(())
         self.epochs: tuple[Epoch, ...] = ()
         self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
@@ -130,7 +132,10 @@ class RunState(Generic[H, P]):
             rules = Rules.of(self.method, num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
-        return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool)
+        return SyncerCore(
+            rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool,
+            dealing=self.dealing,
+        )  # fmt: skip
 
     def already_initialised(self) -> AlreadyInitialisedError:
         """The error of a second initialisation."""
@@ -152,7 +157,9 @@ class RunState(Generic[H, P]):
             )
         rules = Rules.of(self.method, len(saved.fragments))
         versions = [fragment.version for fragment in saved.fragments]
-        core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool)
+        core = SyncerCore(
+            rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool, dealing=self.dealing
+        )  # fmt: skip
         self._tell_digests(core, saved.fragments)
         if saved.record is not None:
             core.restore(now_s, saved.record)

@@ -112,6 +112,15 @@ def check_step_size(learner: str, tokens_per_step: int | None) -> None:
     _within(learner, "tokens in an inner step", tokens_per_step or 0, MAX_TOKENS)
 
 
+def check_deal(learner: str, size: int, num_groups: int) -> None:
+    """Check the number of groups of experts that a learner asks for."""
+    if not 1 <= size <= num_groups:
+        raise PayloadError(
+            f"{learner!r} asks for {size} groups of experts, and the run's method makes {num_groups}; give the learner "
+            "the run file of its syncer."
+        )
+
+
 def check_held(learner: str, held: Sequence[int] | None, trunk: Sequence[int], num_fragments: int) -> None:
     """Check the fragments that a learner says it holds; None: all of them.
 

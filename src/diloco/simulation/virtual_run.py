@@ -188,10 +188,12 @@ class _Simulation:
             model: nn.Module, optimizer: Optimizer, steps: int, tokens: int, holding: Holding
         ) -> AnyLearner:  # fmt: skip
             exchange.initial_step, exchange.initial_tokens = steps, tokens
+            own, rewarm_steps = (exchange.again(), 0) if holding.again else (exchange, config.train.rewarm_steps)
+            own.is_dealt = holding.is_dealt
             return Learner(
-                model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
+                model, optimizer, method=self._method, exchange=own, trains=config.train.trains or None,
                 trains_experts=config.train.trains_experts, holds_experts=holding.experts, whole=holding.whole,
-                overlap=config.train.overlap, rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
+                overlap=config.train.overlap, rewarm_steps=rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
 
         def stepped_alone() -> None:
@@ -204,7 +206,7 @@ class _Simulation:
         part = LearnerSpec(name, "learner", shard=index, initialise=first, resume_from=resume_from)
         trainer = Trainer(
             config, part, attach, self._progress if first else None, clock=Clock(now_s, now_s, stepped_alone),
-            shared=self._shared,
+            shared=self._shared, deal=exchange.deal,
         )  # fmt: skip
         try:
             summary: Summary | Lost = trainer.train()

@@ -17,6 +17,7 @@ import json
 import logging
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,15 +189,24 @@ def _load(path: Path) -> dict[str, Any]:
 
 def lineage_of(path: Path) -> dict[str, Any] | None:
     """The syncer that the learner of a loadable checkpoint followed (`protocol.lineage`); None: it followed none."""
-    with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
-        lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learner"].get("lineage")
+    lineage: dict[str, Any] | None = _read_plain(path, lambda state: state["learner"].get("lineage"))
     return lineage
 
 
 def has_joined(path: Path) -> bool:
     """Whether the learner of a loadable checkpoint was one of a run that had a model."""
+    return bool(_read_plain(path, lambda state: state["joined"]))
+
+
+def held_by(path: Path) -> list[int] | None:
+    """The experts that the model of a loadable checkpoint has; None: all."""
+    held: list[int] | None = _read_plain(path, lambda state: state.get("held"))
+    return held
+
+
+def _read_plain(path: Path, read: Callable[[dict[str, Any]], Any]) -> Any:
     with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
-        return bool(json.loads((path / _MANIFEST).read_bytes())["state"]["joined"])
+        return read(json.loads((path / _MANIFEST).read_bytes())["state"])
 
 
 def _instead(path: Path) -> str:

@@ -25,7 +25,7 @@ from diloco.protocol.units import numbers, numbers_of, ranges_of
 M = TypeVar("M", bound=PreTrainedModel)
 
 
-def _num_experts(config: PreTrainedConfig) -> tuple[str, int]:
+def num_experts_of(config: PreTrainedConfig) -> tuple[str, int]:
     """The key of a configuration that has the number of experts, and the number. Raises ConfigError: there is none."""
     for key in NUM_EXPERTS:
         if number := getattr(config, key, None):
@@ -46,7 +46,7 @@ def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedC
         ConfigError: the numbers are not ascending, or beyond the model's; they are fewer than the router chooses, or do
             not fill its groups.
     """
-    (key, number), held = _num_experts(config), ranges_of((expert, expert + 1) for expert in experts)
+    (key, number), held = num_experts_of(config), ranges_of((expert, expert + 1) for expert in experts)
     if not experts or list(experts) != numbers_of(held) or not 0 <= experts[0] <= experts[-1] < number:
         raise ConfigError(
             f"the experts {list(experts)} cannot be held of a model with {number}; name numbers from 0 to {number - 1} "
@@ -130,12 +130,21 @@ def part_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, exper
     return {**state, "state": own}
 
 
+def moved_rows(value: Tensor, rows: Sequence[int | None]) -> Tensor:
+    """The rows of a tensor of a part with these numbers, in a part with other experts; zero where it had none."""
+    moved = value.new_zeros((len(rows), *value.shape[1:]))
+    for row, before in enumerate(rows):
+        if before is not None:
+            moved[row] = value[before]
+    return moved
+
+
 def experts_to_hold(text: str, config: PreTrainedConfig, method: Method) -> HeldExperts:
     """The experts of `train.holds_experts`, of a model with this configuration.
 
     Raises:
         ConfigError: as `HeldExperts.of` and `part_config`.
     """
-    held = HeldExperts.of(f"{text} of {_num_experts(config)[1]}", method)
+    held = HeldExperts.of(f"{text} of {num_experts_of(config)[1]}", method)
     part_config(config, held.experts)
     return held

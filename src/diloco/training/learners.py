@@ -33,6 +33,7 @@ class StandaloneLearner:
     layout: Layout | None = None
     drained = False
     lr_factor = 1.0
+    dealt: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, tokens_per_step: int) -> None:
         self._model = model
@@ -86,15 +87,28 @@ AnyLearner = Learner | StandaloneLearner
 
 
 class Holding(NamedTuple):
-    """The arguments `holds_experts` and `whole` of `Learner`."""
+    """What a learner holds.
+
+    Attributes:
+        experts, whole: the arguments `holds_experts` and `whole` of `Learner`.
+        is_dealt: the syncer has dealt it these experts.
+        again: this learner was part of the run just before, with other experts.
+    """
 
     experts: str | None = None
     whole: nn.Module | None = None
+    is_dealt: bool = False
+    again: bool = False
 
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int, Holding], AnyLearner]
 """Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained, what
 the model holds)."""
+
+
+Deal = Callable[[Method, int], tuple[int, ...]]
+"""Asks the syncer which groups of experts this learner is to hold, of the run's method and how many (`Exchange.deal`).
+"""
 
 
 class WarmStartedCollective(Collective):

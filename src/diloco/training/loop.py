@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from diloco import events as ev
-from diloco.config import RunConfig, TrainTable, dump_config
+from diloco.config import AUTO, RunConfig, TrainTable, dump_config
 from diloco.core.presets import DataParallel, method_from_table
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.learner.held import HeldExperts
 from diloco.learner.learner import FINISH_TIMEOUT_S
 from diloco.tracking.feed import Feed
-from diloco.training.checkpoint import has_joined, load_checkpoint, save_checkpoint
+from diloco.training.checkpoint import has_joined, held_by, load_checkpoint, save_checkpoint
 from diloco.training.data.corpus import load_corpus
+from diloco.training.dealt import DealtExperts
 from diloco.training.expert_part import experts_to_hold
 from diloco.training.held_out import HeldOutEvaluator
-from diloco.training.learners import AnyLearner, Attach, attach_to_group
+from diloco.training.learners import AnyLearner, Attach, Deal, attach_to_group
 from diloco.training.model import model_config
 from diloco.training.monitor import Monitor, fragment_versions
 from diloco.training.optimizers import describe_optimizer, learning_rate
@@ -47,6 +48,7 @@ class Trainer:
         shared: inputs that several trainers of this process share.
         stop_request: makes the trainer stop; `attach` registers how to interrupt a waiting learner.
         feed: the trackers of the first rank, which the caller closes.
+        deal: asks the syncer for experts, where it deals them to this learner.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Trainer:
         shared: SharedInputs | None = None,
         stop_request: StopRequest | None = None,
         feed: Feed | None = None,
+        deal: Deal | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
         self.directory = config.dir / spec.name
-        self._attach = attach
+        self._attach, self._deal = attach, deal
+        self._dealt: DealtExperts | None = None
         self._peers = peers
         self._ranks = ranks or RankGroup()
         self._all_ranks = peers or self._ranks
@@ -81,9 +85,10 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
+        path = spec.resume_from
         # Whether it has a whole model at first, from which it may initialise the run, also where it is to hold a part.
         self._begins_whole = config.train.holds_experts is None or (
-            self._initialises and (spec.resume_from is None or not has_joined(spec.resume_from))
+            self._initialises and (path is None or not (has_joined(path) or held_by(path)))
         )
         self._training = TrainingState(
             config, corpus, self._ranks, self._clock, peers, held=self._held_experts(corpus.vocab_size),
@@ -109,13 +114,25 @@ class Trainer:
             raise ConfigError(
                 "train.holds_experts needs a syncer, which holds the experts that this learner does not; drop it"
             )
+        if text == AUTO and self._ranks.size > 1:
+            raise ConfigError(
+                'train.holds_experts = "auto" deals experts to learners of one process; name those of a learner of '
+                "several ranks"
+            )
         if self._ranks.size > 1 and self._begins_whole:
             raise ConfigError(
                 "a learner of several ranks that holds a part of the experts (train.holds_experts) cannot initialise "
                 "the run; let a learner of one process do it"
             )
         table = model_config(config.model, vocab_size, config.data.sequence_length)
-        return experts_to_hold(text, table, method_from_table(config.method))
+        method, path = method_from_table(config.method), self.spec.resume_from
+        if text != AUTO:
+            return experts_to_hold(text, table, method)
+        assert self._deal is not None
+        self._dealt = DealtExperts(table, method, config.num_dealt, self._deal)
+        if path is not None and (saved := held_by(path)) is not None:
+            return self._dealt.saved(saved)
+        return None if self._begins_whole else self._dealt.ask()
 
     @property
     def model(self) -> nn.Module:
@@ -193,6 +210,10 @@ class Trainer:
             if not self._has_joined and not self._is_warming_up:
                 self._join()
                 continue  # the run may have ended
+            if self._dealt is not None and self._training.part is not None:
+                if (other := self._dealt.other_than(self._training.part, self.learner.dealt)) is not None:
+                    self._join_with(other)
+                    continue  # the run may have ended
             if not self._training.stream.has_next():
                 continue  # the learner was drained while it waited
             lr = self.learner.lr_factor * learning_rate(self.config, self._training.step + 1)
@@ -229,6 +250,8 @@ class Trainer:
     def _join(self, *, resumed: bool = False) -> None:
         """Take this learner's role: connect, and read its own shard only."""
         spec, training = self.spec, self._training
+        if self._dealt is not None and training.held is None:
+            training.held = self._dealt.ask()
         self._has_joined = True
         if spec.role == "isolated" and self.config.train.trains_experts is not None:
             raise ConfigError(
@@ -257,6 +280,21 @@ class Trainer:
                 )
         self._evaluator.model = self.model
         training.reset_token_estimate()
+
+    def _join_with(self, held: HeldExperts) -> None:
+        """Leave the run, and join it again with other experts, which the syncer has dealt."""
+        training, experts = self._training, held.text.partition(" of ")[0]
+        self._monitor.say(f"is dealt experts {experts} after step {training.step}, and joins again with these")
+        assert self._attach is not None
+        training.leave_for(held)
+        training.exclude_untrained()
+        try:
+            training.attach(self._attach, again=True)
+        except (AuthError, StoppedError):
+            self._has_joined = False
+            training.stand_alone()
+            raise
+        self._evaluator.model = self.model
 
     def _finish(self, reason: str, seconds: float, *, interrupted: bool) -> Summary:
         """Leave the run, save and evaluate. A learner that was interrupted while it waited evaluates nothing."""

@@ -93,7 +93,7 @@ class Monitor:
         self._adopted(before)
         if step % config.train.log_every_steps == 0:
             loss = self._ranks.mean(float(result.loss))
-            metrics = training.learner.metrics()
+            metrics = training.metrics()
             self._log_step(loss, lr, float(result.gradient_norm))
             self._log_exchange(metrics)
             if (load := training.mixture.load(step)) is not None:
@@ -125,7 +125,7 @@ class Monitor:
             seconds=seconds,
             step_s=training.inner_s / max(1, training.num_steps),
             sample=sample,
-            metrics=training.learner.metrics(),
+            metrics=training.metrics(),
         )
 
     def _adopted(self, before: FragmentVersions) -> None:
@@ -162,7 +162,7 @@ class Monitor:
         training = self._training
         return status_line(
             self._spec.name, training.step, loss, lr, training.tokens_per_s, training.run_tokens,
-            self._config.run.tokens, training.learner.metrics(), note,
+            self._config.run.tokens, training.metrics(), note,
         )  # fmt: skip
 
     def _evaluate(self) -> float:

@@ -1,5 +1,6 @@
 """The training state of a learner: model, inner optimizer, data and exchange; its inner steps and checkpoints."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from diloco.config import RunConfig
+from diloco.config import AUTO, RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
 from diloco.learner.held import HeldExperts
@@ -15,7 +16,7 @@ from diloco.protocol.units import numbers, ranges_of
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
-from diloco.training.expert_part import held_rows, part_of, part_state
+from diloco.training.expert_part import held_rows, moved_rows, part_of, part_state
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.learners import AnyLearner, Attach, Holding, StandaloneLearner
 from diloco.training.mixture import Mixture
@@ -24,6 +25,9 @@ from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_
 from diloco.training.pretrained import global_model
 from diloco.training.rank_group import RankGroup, choose_device
 from diloco.training.spec import Clock
+
+COUNTED = ("updates", "merges", "blocked_s", "num_blocked", "blocked_histogram", "num_bytes", "resumed_bytes")
+"""Of a learner's metrics, those that are sums over its life."""
 
 LEASE_STEPS = 16
 """Inner steps that a lease of data covers by default."""
@@ -80,6 +84,7 @@ class TrainingState:
     Attributes:
         config, ranks, clock: as given.
         held: the experts that this learner is to hold; None: all.
+        is_dealt: the syncer deals it these experts.
         part: those that its model has now; None: all.
         mixture: the experts of the model; a dense model has none.
         tokens: trained by this learner.
@@ -94,10 +99,12 @@ class TrainingState:
         self.clock = clock or Clock()
         self.ranks, self._peers = ranks, peers or ranks
         self.held = held
+        self._vocab_size = corpus.vocab_size
+        self._earlier: dict[str, Any] = {}
         self._whole: tuple[nn.Module, dict[str, Any]] | None = None  # and its inner optimizer, until this learner joins
+        self.is_dealt = config.train.holds_experts == AUTO
         self.part = None if begins_whole else held
-        length, experts = config.data.sequence_length, None if self.part is None else self.part.experts
-        self._train(build_model(config.model, corpus.vocab_size, length, config.run.seed, experts))
+        self._train(self._build())
         self.stream = _stream(config, corpus)
         self.learner: AnyLearner = StandaloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
@@ -106,6 +113,11 @@ class TrainingState:
         self._trained_here = 0
         self._run_tokens = TokenEstimate(0, 0)
         self._beginning = (0, 0)  # step and tokens of the run when the current learner started
+
+    def _build(self) -> PreTrainedModel:
+        """A new model with the experts of `part`."""
+        config, experts = self.config, None if self.part is None else self.part.experts
+        return build_model(config.model, self._vocab_size, config.data.sequence_length, config.run.seed, experts)
 
     def _train(self, model: nn.Module) -> None:
         """Train this model from here on, by a new inner optimizer."""
@@ -133,6 +145,15 @@ class TrainingState:
     def tokens_per_s(self) -> float:
         """Tokens per second of this learner since its process started."""
         return self._trained_here / max(1e-9, self.inner_s)
+
+    def metrics(self) -> dict[str, Any]:
+        """As `Learner.metrics`; its bytes, versions, merges and waits with those of earlier learners (`leave_for`)."""
+        now = self.learner.metrics()
+        for key, earlier in self._earlier.items():
+            now[key] = (
+                dict(Counter(now[key]) + Counter(earlier)) if isinstance(earlier, Mapping) else now[key] + earlier
+            )
+        return now
 
     def take_step(self) -> StepResult:
         """Take one inner step and the learner's part of it."""
@@ -175,6 +196,40 @@ class TrainingState:
             self._train(whole)
             load_optimizer(self.optimizer, optimizer)
 
+    def leave_for(self, held: HeldExperts) -> None:
+        """Leave the run, and replace the model by the part with these experts: with the values and the inner
+        optimizer's state of the experts that both have, and without state of the others, whose values come from the
+        run."""
+        self.learner.close()
+        self._earlier = {key: value for key, value in self.metrics().items() if key in COUNTED}
+        layout, before, model, state = self.learner.layout, self.part, self.model, self.optimizer.state_dict()
+        assert layout is not None
+        assert before is not None
+        cut = layout.units().keys()  # the tensors with a row for each expert
+        rows = [before.experts.index(it) if it in before.experts else None for it in held.experts]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        trained = [names[id(each)] for group in self.optimizer.param_groups for each in group["params"]]
+
+        def moved(name: str, value: Any) -> Any:
+            is_cut = name in cut and isinstance(value, Tensor) and value.shape[:1] == (len(before.experts),)
+            return moved_rows(value, rows) if is_cut else value
+
+        self.mixture.close()
+        self.held = self.part = held
+        self._train(self._build())
+        self.model.load_state_dict({name: moved(name, value) for name, value in model.state_dict().items()})
+        own = {
+            index: {key: moved(trained[index], value) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        load_optimizer(self.optimizer, {**state, "state": own})
+
+    def stand_alone(self) -> None:
+        """After this learner could not join again, keep its step and tokens for a checkpoint."""
+        steps, run_tokens = self.learner.steps, self.learner.run_tokens
+        self.learner = StandaloneLearner(self.model, self.config.tokens_per_full_step)
+        self.learner.load_state_dict({"type": "alone", "steps": steps, "run_tokens": run_tokens})
+
     def _own(self, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
         """An optimizer's saved state, of the experts that the model has."""
         return optimizer if self.part is None else part_state(optimizer, self.optimizer, self.part.experts)
@@ -183,22 +238,22 @@ class TrainingState:
         """Train only the parameters that the run file selects for this learner (`train.trains`)."""
         self._inner.exclude(untrained_parameters(self.model, self.config.train.trains))
 
-    def attach(self, attach: Attach) -> None:
-        """Replace the learner by one that `attach` makes, at the current step."""
+    def attach(self, attach: Attach, *, again: bool = False) -> None:
+        """Replace the learner by one that `attach` makes, at the current step. `again`: after `leave_for`."""
         step, tokens = self.step, self.warm_start_tokens(self.step)
         self._beginning = (step, tokens)
         self.learner.close()
         holding = Holding()
         if self.part is not None:
-            text = f"{self.config.train.holds_experts} of {self.part.num_experts}"
-            holding = Holding(text, None if self._whole is None else self._whole[0])
+            whole = None if self._whole is None else self._whole[0]
+            holding = Holding(self.part.text, whole, self.is_dealt, again)
         self.learner = attach(self._trained, self.optimizer, step, tokens, holding)
         self._whole = None
         exchanges_gradients = isinstance(self.learner, Learner) and self.learner.method.exchanged == "gradients"
         self.mixture.ranks = self._peers if exchanges_gradients else self.ranks
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
             self.stream.lease(self.learner)
-        if self.step > step:
+        if self.step > step and not again:
             # A late joiner starts its shard at the run's step: all learners are in the same pass, and no learner reads
             # the sequences of a warm start again.
             self.stream.position = self.step * max(self.config.share, self.stream.batch)

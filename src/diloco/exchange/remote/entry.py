@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from safetensors.torch import save
 
@@ -25,6 +26,8 @@ from diloco.protocol.session.joining import Initialises
 from diloco.protocol.session.lanes import Lane
 
 log = logging.getLogger("diloco")
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,19 @@ class Initial:
 
 
 def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.DescribeReply:
-    """Wait for a syncer that serves the run, and return its description of it; its address becomes number 0.
+    """The description of the run by a syncer that serves it, whose address becomes number 0. Raises as `answer`."""
+
+    def ask() -> pb.DescribeReply:
+        reply = dialler.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+        dialler.expect_answers_within(reply.lost_floor_s)
+        dialler.start_here()
+        return reply
+
+    return answer(dialler, timeout_s, ask)
+
+
+def answer(dialler: Dialler, timeout_s: float | None, ask: Callable[[], R]) -> R:
+    """Wait for a syncer that serves the run, and return its answer.
 
     Raises:
         UnreachableError: none answered within `timeout_s` (None: no limit), or the connection is being closed.
@@ -56,10 +71,7 @@ def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.Describe
     last_round: deque[DilocoError] = deque(maxlen=dialler.num_addresses)
     while True:
         try:
-            reply = dialler.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
-            dialler.expect_answers_within(reply.lost_floor_s)
-            dialler.start_here()
-            return reply
+            return ask()
         except (UnreachableError, NoRoomError, AuthError) as error:
             now = time.monotonic()
             last_round.append(error)
@@ -85,6 +97,7 @@ class Entry:
             its second argument.
         overlap: the learner's own τ; None: the method's.
         held: the fragments that it holds; None: all.
+        is_dealt: whether it was dealt its groups of experts.
         tokens_per_step: as in `connect`.
 
     Attributes:
@@ -95,12 +108,12 @@ class Entry:
     def __init__(
         self, dialler: Dialler, run: str, layout: Layout, initial: Initial | None, model: FlatModel | None,
         parts: Callable[[FlatModel, memoryview], Iterator[memoryview]], *, overlap: int | None,
-        held: tuple[int, ...] | None, tokens_per_step: int | None,
+        held: tuple[int, ...] | None, is_dealt: bool, tokens_per_step: int | None,
     ) -> None:  # fmt: skip
         self.num_bytes = self.resumed_bytes = 0
         self._parts, self._has_uploaded = parts, False
         self._dialler, self._run, self._layout, self._initial, self._model = dialler, run, layout, initial, model
-        self._overlap, self._held, self._tokens_per_step = overlap, held, tokens_per_step
+        self._overlap, self._held, self._is_dealt, self._tokens_per_step = overlap, held, is_dealt, tokens_per_step
 
     def initialise(self, call: requests.Initialise) -> None:
         """Upload the run's first model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
@@ -128,7 +141,7 @@ class Entry:
         claim, self._model = call.claim, None  # the run has been initialised
         request = request_of(
             pb.JoinRequest, self._run, claim, layout=json.dumps(self._layout.to_dict()), after=claim.incarnation,
-            overlap=self._overlap, held=self._held, tokens_per_step=self._tokens_per_step,
+            overlap=self._overlap, held=self._held, dealt=self._is_dealt, tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 

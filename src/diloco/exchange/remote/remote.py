@@ -28,12 +28,13 @@ from diloco.exchange.base import Event, FlatModel, Overview, ShardedExchange, St
 from diloco.exchange.dialling import Dialler, Door, dialler
 from diloco.exchange.key_pair import find_keys, learner_of
 from diloco.exchange.lanes import CommandLanes
-from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
+from diloco.exchange.remote.entry import Entry, Initial, answer, describe, model_parts
 from diloco.exchange.remote.inbox import STOPPED
 from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.shards_of_ranks import FollowingRank, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.transfers import Receiver, Sender
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
@@ -174,6 +175,15 @@ class Remote(ShardedExchange):
             )
         return method
 
+    def deal(self, method: Method, size: int) -> tuple[int, ...]:
+        request = pb.DealRequest(run=self._run, learner=self._claim.learner, size=size)
+
+        def ask() -> pb.DealReply:
+            return self._dialler.current.call("control", "Deal", request, pb.DealReply)
+
+        with self._stoppable():
+            return tuple(answer(self._dialler, self._join_timeout_s, ask).groups)
+
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
@@ -198,7 +208,7 @@ class Remote(ShardedExchange):
             receiver = LeadingReceiver(dialler, run, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
         entry = Entry(
-            dialler, run, layout, first, model, parts, overlap=overlap, held=self.held,
+            dialler, run, layout, first, model, parts, overlap=overlap, held=self.held, is_dealt=self.is_dealt,
             tokens_per_step=self._tokens_per_step,
         )  # fmt: skip
         self._session = Session(core, dialler, entry, sender, receiver)

@@ -84,6 +84,7 @@ class SessionClient:
         ready: whether rounds wait for its first incarnation from the start (`SyncerCore.joined`).
         overlap: the learner's own τ; None: the method's.
         held: the fragments that it holds (`SyncerCore.joined`), as its state machine has them.
+        is_dealt: whether it was dealt its groups of experts.
         on_news: is called with each action for the learner, in order.
 
     Attributes:
@@ -97,7 +98,7 @@ class SessionClient:
         self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
         replicas: Replicas,
         *, initial: Callable[[], InitialModel[GlobalFragment]], ready: bool, overlap: int | None = None,
-        held: Collection[int] | None = None, on_news: Callable[[News], None],
+        held: Collection[int] | None = None, is_dealt: bool = False, on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
         self.held: list[GlobalFragment | None] = [None] * len(layout.fragments)
@@ -107,7 +108,7 @@ class SessionClient:
         self._wire, self._layout, self._replicas = wire, layout, replicas
         self._clock = clock(self._wake)
         self._initial, self._ready, self._overlap, self._on_news = initial, ready, overlap, on_news
-        self._fragments = None if held is None else tuple(sorted(held))
+        self._fragments, self._is_dealt = None if held is None else tuple(sorted(held)), is_dealt
         self._payloads: dict[tuple[int, int, int], Tensor] = {}  # by incarnation, fragment and number
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
@@ -232,6 +233,7 @@ class SessionClient:
                     ready=ready,
                     overlap=self._overlap,
                     held=self._fragments,
+                    dealt=self._is_dealt,
                 )
             case requests.Fetch(claim=claim, fragment=None):
                 driver.core.check(claim.learner, claim.incarnation, claim.process)

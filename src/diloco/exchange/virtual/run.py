@@ -77,6 +77,7 @@ class VirtualRun:
         self._num_processes = 0
         self._trained: dict[int, Sequence[tuple[int, ...] | None]] = {}
         self.syncer: VirtualSyncer | None = None
+        self._layout: Layout | None = None
         self._first = ""
 
     # --- the syncer ---------------------------------------------------------------------------------------------------
@@ -88,18 +89,25 @@ class VirtualRun:
             ConfigError: this learner has another method, or the pool is at times too small for a round.
             LayoutError: it has another model.
         """
+        syncer = self.syncer_of(learner, method)
+        if self._layout is None:
+            self._layout, self.replicas = layout, Replicas(method, layout)
+        if difference := self._layout.first_difference(layout):
+            raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
+        return syncer
+
+    def syncer_of(self, learner: str, method: Method) -> VirtualSyncer:
+        """As `serve`, before the model of any learner is known."""
         if self.syncer is None:
             if self._pool is not None:
                 self._pool.require(method.quorum.at_least)
-            self._first, self._layout, self.replicas = learner, layout, Replicas(method, layout)
+            self._first = learner
             self.syncer = VirtualSyncer(
                 RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool,
                 budget=self._budget,
             )  # fmt: skip
         if difference := self.syncer.method.difference(method):
             raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
-        if difference := self._layout.first_difference(layout):
-            raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
         return self.syncer
 
     def declare(self, index: int, trained: Sequence[tuple[int, ...] | None]) -> None:
@@ -108,6 +116,7 @@ class VirtualRun:
         self._trained[index] = trained
         if len(self._trained) == len(self.names):
             assert self.syncer is not None
+            assert self._layout is not None
             require_experts_trained(self.syncer.method, self._layout, list(self._trained.values()))
 
     @property

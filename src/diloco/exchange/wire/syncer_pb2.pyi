@@ -41,7 +41,7 @@ class DescribeReply(_message.Message):
     def __init__(self, method: _Optional[str] = ..., initialised: _Optional[bool] = ..., layout: _Optional[str] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., lost_floor_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("run", "learner", "layout", "process", "after", "overlap", "seen", "tokens_per_step", "held")
+    __slots__ = ("run", "learner", "layout", "process", "after", "overlap", "seen", "tokens_per_step", "held", "dealt")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class JoinRequest(_message.Message):
     SEEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     layout: str
@@ -60,7 +61,8 @@ class JoinRequest(_message.Message):
     seen: Lineage
     tokens_per_step: int
     held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., tokens_per_step: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
+    dealt: bool
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., layout: _Optional[str] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., overlap: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., tokens_per_step: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., dealt: _Optional[bool] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation", "lineage")
@@ -69,6 +71,22 @@ class JoinReply(_message.Message):
     incarnation: int
     lineage: Lineage
     def __init__(self, incarnation: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+
+class DealRequest(_message.Message):
+    __slots__ = ("run", "learner", "size")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    learner: str
+    size: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class DealReply(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InitialiseHeader(_message.Message):
     __slots__ = ("run", "learner", "layout", "source", "step", "tokens", "part_bytes", "seen", "resumes")
@@ -513,7 +531,7 @@ class Call(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "paused", "at_least", "settled", "budget_tokens", "budget_steps")
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "paused", "at_least", "settled", "budget_tokens", "budget_steps", "dealt")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -529,6 +547,7 @@ class Standing(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DEALT_FIELD_NUMBER: _ClassVar[int]
     step: int
     start_step: int
     run_tokens: int
@@ -544,7 +563,8 @@ class Standing(_message.Message):
     settled: bool
     budget_tokens: int
     budget_steps: int
-    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ..., settled: _Optional[bool] = ..., budget_tokens: _Optional[int] = ..., budget_steps: _Optional[int] = ...) -> None: ...
+    dealt: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ..., settled: _Optional[bool] = ..., budget_tokens: _Optional[int] = ..., budget_steps: _Optional[int] = ..., dealt: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "seen", "versions", "process")

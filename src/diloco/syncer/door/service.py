@@ -91,6 +91,7 @@ class Service:
             {
                 "Describe": guard.unary("Describe", self.describe, pb.DescribeRequest),
                 "Join": guard.unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES),
+                "Deal": guard.unary("Deal", self.deal, pb.DealRequest),
                 "Heartbeat": guard.unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest),
                 "Lease": guard.unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES),
                 "Promote": guard.unary("Promote", self.promote, pb.PromoteRequest),
@@ -143,12 +144,16 @@ class Service:
             claim = value_of(Claim, request, incarnation=request.after)
             driver.join(
                 claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None,
-                held=tuple(request.held) or None,
+                held=tuple(request.held) or None, dealt=request.dealt,
             )  # fmt: skip
 
         reply: pb.JoinReply = self.driver.wait_for(join, context)
         self.audit.admitted("Join", caller, request.learner, context.peer())
         return reply
+
+    def deal(self, caller: Caller, request: pb.DealRequest, context: grpc.ServicerContext) -> pb.DealReply:
+        self._admit(context, caller, request, "learner")
+        return pb.DealReply(groups=self.driver.ask(lambda driver: driver.deal(request.learner, request.size)))
 
     def heartbeat(
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
