@@ -17,6 +17,7 @@ model loses when it does so too. Dense models have the active parameters of a to
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import math
@@ -24,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -94,6 +96,7 @@ class Arm:
         trained: groups of experts that each island trains; None: data parallel, or experts that are not apart.
         every: k, the experts' H as a multiple of the trunk's.
         holds: whether an island holds only the experts that it trains.
+        dealt: rounds after which each island's groups are the next ones, in turn; 0: they stay.
         dense: the width of the feed-forward layers of a model without experts; None: it has experts.
         seeds: that it is run with.
     """
@@ -103,21 +106,31 @@ class Arm:
     trained: int | None = None
     every: int = 1
     holds: bool = False
+    dealt: int = 0
     dense: int | None = None
     seeds: tuple[int, ...] = SEEDS
 
-    def own_experts(self, island: int) -> str | None:
+    def own_experts(self, island: int, turn: int = 0) -> str | None:
         """The experts that an island trains or holds, as `Learner` takes them; None: all."""
         if self.trained in (None, GROUPS):
             return None
         size = EXPERTS // GROUPS
-        groups = sorted((island + step) % GROUPS for step in range(self.trained or 0))
+        groups = sorted((island + turn + step) % GROUPS for step in range(self.trained or 0))
         return ",".join(f"{size * group}-{size * group + size - 1}" for group in groups)
 
-    def part(self, island: int) -> tuple[int, ...] | None:
+    def part(self, island: int, turn: int = 0) -> tuple[int, ...] | None:
         """The experts of an island's model; None: all."""
-        text = self.own_experts(island) if self.holds else None
+        text = self.own_experts(island, turn) if self.holds else None
         return None if text is None else tuple(numbers_of(number_ranges("held", text)))
+
+    def num_turns(self, length: Length) -> int:
+        """How often an island's groups are dealt."""
+        return (length.steps - length.warm) // (SYNC_EVERY * self.dealt) if self.dealt else 1
+
+    def steps_of(self, turn: int, length: Length) -> range:
+        """The inner steps of a deal."""
+        num_steps = (length.steps - length.warm) // self.num_turns(length)
+        return range(length.warm + turn * num_steps + 1, length.warm + (turn + 1) * num_steps + 1)
 
 
 def _apart(words: str, trained: int, every: int, outer: Outer | None = None) -> Arm:
@@ -143,6 +156,13 @@ BASE = next(arm for arm in ARMS if arm.trained == GROUPS)
 HELD = (
     replace(_apart("half held", 2, 1), label="half held", holds=True),
     replace(_apart("a quarter held", 1, 1), label="a quarter held", holds=True, seeds=(0, 1)),
+    replace(
+        _apart("a quarter held", 1, 1),
+        label="a quarter held, the next one every 8 rounds",
+        holds=True,
+        dealt=8,
+        seeds=(0, 1),
+    ),
     *(
         Arm(f"dense, {words}", diloco.DiLoCo(sync_every=SYNC_EVERY, outer=OUTER), dense=width, seeds=(0, 1))
         for words, width in (("the active parameters", 2 * 80), ("all parameters", EXPERTS * 80))
@@ -214,40 +234,56 @@ def train(arm: Arm, seed: int, length: Length, data: str | None) -> tuple[dict[s
     start = model.state_dict(), optimizer.state_dict()
 
     def life(island: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, float]]:
-        model, optimizer = new_model(seed, arm.dense)
-        model.load_state_dict(start[0])
-        stream, parts, state = batches(seed, data, [island], length.warm), dict[str, Any](), start[1]
-        if (experts := arm.part(island)) is not None:
-            parts = {
-                "holds_experts": f"{arm.own_experts(island)} of {EXPERTS}",
-                "whole": model if island == 0 else None,
-            }
-            model = part_of(model, experts)
-            optimizer = new_optimizer(model)
-            state = part_state(state, optimizer, experts)
-        elif (trained := arm.own_experts(island)) is not None:
-            parts = {"trains_experts": trained}
-        optimizer.load_state_dict(state)
-        with diloco.Learner(model, optimizer, method=arm.method, exchange=exchange, **parts) as learner:
-            host = 0.0
-            for step in range(length.warm + 1, length.steps + 1):
-                inner_step(model, optimizer, stream.next(), step, length)
-                learner.step(tokens=BATCH * SEQUENCE)
-                if step > length.steps - 4 * SYNC_EVERY:
-                    host = max(host, _host_bytes(learner, model))
-            exchange.stepped()  # a learner leaves only when the step after its last one would be over
-            counted = learner.metrics()["num_bytes"]
-            return learner.global_state_dict(), {
-                "up": counted.get("contributions", 0), "down": counted.get("updates", 0), "host": host,
-                "optimizer": _bytes_of(optimizer), "device": _device_bytes(model),
-            }  # fmt: skip
+        whole, _ = new_model(seed, arm.dense)
+        whole.load_state_dict(start[0])
+        stream, state, found = batches(seed, data, [island], length.warm), start[1], Counter[str]()
+        model, optimizer, parts = whole, new_optimizer(whole), dict[str, Any]()
+        last = arm.num_turns(length) - 1
+        for turn in range(last + 1):
+            if (experts := arm.part(island, turn)) is not None:
+                parts = {"holds_experts": f"{arm.own_experts(island, turn)} of {EXPERTS}"}
+                parts["whole"] = whole if island == turn == 0 else None
+                before, model = optimizer, part_of(whole, experts)
+                optimizer = new_optimizer(model)
+                state = part_state(state, optimizer, experts) if turn == 0 else without_experts(before, model)
+            elif (trained := arm.own_experts(island)) is not None:
+                parts = {"trains_experts": trained}
+            optimizer.load_state_dict(state)
+            own = exchange if turn == 0 else exchange.again()  # type: ignore[attr-defined]  # of a run in one process
+            own.is_dealt = arm.dealt > 0  # an expert may lack a holder while islands change places
+            with diloco.Learner(model, optimizer, method=arm.method, exchange=own, **parts) as learner:
+                for step in arm.steps_of(turn, length):
+                    inner_step(model, optimizer, stream.next(), step, length)
+                    learner.step(tokens=BATCH * SEQUENCE)
+                    if step > length.steps - 4 * SYNC_EVERY:
+                        found["host"] = max(found["host"], int(_host_bytes(learner, model)))
+                if turn == last:
+                    own.stepped()  # type: ignore[attr-defined]  # leaves only when the step after the last one would be over
+                counted, merges = learner.metrics()["num_bytes"], learner.metrics()["merges"]
+                found.update(up=counted.get("contributions", 0), down=counted.get("updates", 0), merges=merges)
+                found["joins"] += counted.get("joins", 0) if turn else 0
+                end = learner.global_state_dict()
+        return end, {**found, "optimizer": _bytes_of(optimizer), "device": _device_bytes(model)}
 
+    turn = arm.num_turns(length) - 1
     ended = diloco.run_local(life, learners=ISLANDS)
     means = {key: statistics.fmean(found[key] for _, found in ended) for key in ended[0][1]}
-    return assembled(arm, start[0], [part for part, _ in ended]), means
+    return assembled(arm, turn, start[0], [part for part, _ in ended]), means
 
 
-def assembled(arm: Arm, like: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def without_experts(before: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The state of an inner optimizer for a part with other experts, whose moments begin at 0."""
+    state = copy.deepcopy(before.state_dict())
+    for index, (name, _) in enumerate(model.named_parameters()):
+        if is_of_experts(name):
+            for key in ("exp_avg", "exp_avg_sq"):
+                state["state"][index][key].zero_()
+    return state
+
+
+def assembled(
+    arm: Arm, turn: int, like: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
     """The whole model, from the global parts of all islands, which have the same bits of what they share."""
     found = {name: parts[0][name] for name in like}
     for name in like if arm.holds else ():
@@ -255,7 +291,7 @@ def assembled(arm: Arm, like: Mapping[str, Tensor], parts: Sequence[Mapping[str,
             continue
         found[name] = torch.empty_like(like[name])
         for island, part in enumerate(parts):
-            found[name][list(arm.part(island) or ())] = part[name]
+            found[name][list(arm.part(island, turn) or ())] = part[name]
     return found
 
 
@@ -303,10 +339,14 @@ def planned(arm: Arm, length: Length) -> dict[str, float]:
     }
 
 
+def is_of_experts(name: str) -> bool:
+    return ".experts." in name or name.endswith(".gate.weight")
+
+
 def workload_of(model: PreTrainedModel) -> Workload:
     """The model, as the planner takes it."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name or name.endswith(".gate.weight"))
+    experts = sum(size for name, size in sizes.items() if is_of_experts(name))
     return Workload("mixture", sum(sizes.values()), MODEL["num_hidden_layers"], 1.0, experts)
 
 
