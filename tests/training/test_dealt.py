@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import diloco
 from diloco.config import RunConfig, parse_config, require_dealt
 from diloco.core.fragments import Whole
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError, PayloadError
+from diloco.errors import ConfigError, PayloadError, StoppedError
 from diloco.event_log import read_events
 from diloco.events import Joined, Merged
 from diloco.exchange.local import Local
@@ -23,13 +24,14 @@ from diloco.exchange.virtual.delivery import Fault
 from diloco.learner import Learner
 from diloco.learner.held import HeldExperts
 from diloco.simulation.virtual_run import Scenario, _Simulation, simulate
+from diloco.training.checkpoint import has_joined, held_by, latest_checkpoint, load_checkpoint
 from diloco.training.data.corpus import load_corpus
 from diloco.training.dealt import DealtExperts
 from diloco.training.learners import Holding
 from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.rank_group import RankGroup
-from diloco.training.spec import LearnerSpec, SharedInputs
+from diloco.training.spec import LearnerSpec, SharedInputs, StopRequest
 from diloco.training.state import TrainingState
 
 Tiny = Callable[..., RunConfig]
@@ -115,6 +117,45 @@ def test_a_learner_comes_back_with_the_set_of_its_checkpoint_and_is_dealt_the_ne
     _, result = run(config, Scenario(faults=[Fault(1, 7.5, 10.0)]), tmp_path / "sim")
     assert all(it is not None and it.steps == 24 for it in result.summaries.values())
     assert all("b" in names for names in contributors(tmp_path / "sim", 4)[2:])
+
+
+def test_a_learner_that_is_stopped_before_it_has_joined_again_resumes_with_its_new_part(
+    auto: Callable[..., RunConfig],
+) -> None:
+    config = auto("groups=4, deal_every=1", "run.steps=10", "evaluate.sequences=4")
+    method = method_from_table(config.method)
+
+    def life(index: int, exchange: Local) -> None:
+        stopping, ends = StopRequest(), list[Local]()
+
+        def attach(model: Any, optimizer: Any, steps: int, tokens: int, holding: Holding) -> Learner:
+            if index == 1 and holding.again and steps == 4:
+                stopping.set()
+                raise StoppedError("a signal")
+            ends.append(exchange.again() if holding.again or ends else exchange)
+            ends[-1].is_dealt = holding.is_dealt
+            return Learner(
+                model, optimizer, method=method, exchange=ends[-1], holds_experts=holding.experts, whole=holding.whole,
+                rewarm_steps=0, buffers="average",
+            )  # fmt: skip
+
+        spec = LearnerSpec("abcd"[index], shard=index, initialise=index == 0)
+        trainer = Trainer(config, spec, attach, stop_request=stopping, deal=exchange.deal)
+        summary = trainer.train()
+        if index != 1:
+            assert (summary.reason, summary.steps) == ("steps", 10)
+            return
+        assert (summary.reason, summary.steps, summary.tokens) == ("stopped", 4, 4 * 32)
+        path = latest_checkpoint(config.dir / "b" / "checkpoints")
+        part = trainer.model.state_dict()
+        assert held_by(path) == [4, 5]  # at first it held 2 and 3
+        assert not has_joined(path)
+        again = Trainer(config, replace(spec, resume_from=path), attach, deal=exchange.deal)
+        assert all(torch.equal(part[name], each) for name, each in load_checkpoint(path)["model"].items())
+        summary = again.train()
+        assert (summary.reason, summary.steps, summary.tokens) == ("steps", 10, 10 * 32)
+
+    diloco.run_local(life, learners=4)
 
 
 def test_simulate_tells_the_loss_of_the_whole_model(auto: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -150,9 +150,11 @@ class TrainingState:
         """As `Learner.metrics`; its bytes, versions, merges and waits with those of earlier learners (`leave_for`)."""
         now = self.learner.metrics()
         for key, earlier in self._earlier.items():
-            now[key] = (
-                dict(Counter(now[key]) + Counter(earlier)) if isinstance(earlier, Mapping) else now[key] + earlier
-            )
+            if isinstance(earlier, Mapping):
+                (total := Counter(earlier)).update(now.get(key))
+                now[key] = dict(total)
+            else:
+                now[key] = earlier + now.get(key, 0)
         return now
 
     def take_step(self) -> StepResult:
