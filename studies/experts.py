@@ -241,7 +241,10 @@ def train(arm: Arm, seed: int, length: Length, data: str | None) -> tuple[dict[s
         last = arm.num_turns(length) - 1
         for turn in range(last + 1):
             if (experts := arm.part(island, turn)) is not None:
-                parts = {"holds_experts": f"{arm.own_experts(island, turn)} of {EXPERTS}"}
+                parts = {
+                    "holds_experts": f"{arm.own_experts(island, turn)} of {EXPERTS}",
+                    "rewarm_steps": 0 if turn else None,
+                }
                 parts["whole"] = whole if island == turn == 0 else None
                 before, model = optimizer, part_of(whole, experts)
                 optimizer = new_optimizer(model)
