@@ -316,7 +316,7 @@ HELD: dict[Defect, int] = {
     holds_what_its_last_process_held: 3,
     leases_until_what_is_not_held_is_settled: 1,
     loses_late_tokens_in_what_another_process_held: 46,
-    sees_no_circle_of_learners_that_hold_parts: 1,
+    sees_no_circle_of_learners_that_hold_parts: 316,
 }
 """Of learners that hold parts; each with the first seed to try."""
 

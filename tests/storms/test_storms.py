@@ -61,6 +61,7 @@ FOUND = {
 
 FOUND_WITH_HELD_PARTS = {
     46: "tokens that a process reported late were lost in what another one of its name had held",
+    316: "learners that hold parts were not seen to wait in a circle, since they say 0 of what they do not hold",
 }
 """Likewise."""
 
