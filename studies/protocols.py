@@ -23,6 +23,7 @@ from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 from diloco.protocol.actions import Evict
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.units import Ranges
 from diloco.run.ports import MergedRound, NullObserver
 from studies.drawing import Trace, picture
 from studies.sequence import takeover
@@ -116,7 +117,7 @@ class Recording(NullObserver):
             answered_s = sorted(self.at_s[c.learner, c.fragment, c.number] for c in in_time)
             self.found.graces.append((answered_s[self.quorum - 1], now_s))
 
-    def joined(self, learner: str, incarnation: int, step: int) -> None:
+    def joined(self, learner: str, incarnation: int, step: int, experts: Ranges | None) -> None:
         self.found.joined.append((self.run.time.now, self.names.index(learner), incarnation))
 
     def evicted(self, action: Evict) -> None:
