@@ -540,6 +540,11 @@ def parse_config(
         if name == learner:
             resolved = of_learner
     resolved._num_dealt = _num_dealt(config)
+    if config.pool is not None and resolved._num_dealt:
+        raise ConfigError(
+            f'{source}: [pool] and train.holds_experts = "{AUTO}" exclude each other: a learner that is dealt other '
+            "experts leaves and would give up its place; drop one of them"
+        )
     _require_holders(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
 

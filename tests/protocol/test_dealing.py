@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.driving import only, record, restarted
 
 from diloco import DiLoCo, Experts
+from diloco.errors import DrainedError
 from diloco.protocol.actions import Evict, Tell
 from diloco.protocol.dealing import PROMISED_FOR_S, Dealing, Sets, balanced
 from diloco.protocol.members import Member, Report
@@ -107,12 +110,32 @@ def test_a_learner_that_leaves_for_another_set_is_expected_back() -> None:
     dealing, members = run_of_four()
     del members["b"]
     dealing.lost("b", members)
-    dealing.left(2.0, members.pop("a"))  # it holds group 0, and was dealt group 1
+    dealing.left(2.0, members.pop("a"), members)  # it holds group 0, and was dealt group 1
     assert dealing.ask(3.0, "a", 1, members) == (1,)
-    dealing.left(4.0, members.pop("c"))  # for good
+    dealing.left(4.0, members.pop("c"), members)  # for good
     assert dealing.of("c") == ()
     assert dealing.ask(5.0, "new", 1, members) == (2,)
     assert dealing.ask(5.1 + PROMISED_FOR_S, "newer", 1, members) == (1,)  # neither a nor the new one has joined
+
+
+def test_others_take_over_from_one_that_was_expected_back_and_from_one_that_leaves_for_good() -> None:
+    dealing, members = run_of_four()
+    del members["b"]
+    dealing.lost("b", members)  # a is dealt group 1
+    dealing.left(2.0, members.pop("a"), members)
+    members["e"] = member("e", (0, 3))
+    dealing.joined("e", members, is_dealt=True)
+    assert dealing.ends_at == 2.0 + PROMISED_FOR_S
+    dealing.tick(dealing.ends_at - 1.0, members)
+    assert {learner: dealing.of(learner) for learner in "acde"} == {"a": (1,), "c": (2,), "d": (0,), "e": (0,)}
+    dealing.tick(dealing.ends_at, members)
+    assert {learner: dealing.of(learner) for learner in "acde"} == {"a": (), "c": (2,), "d": (1,), "e": (0,)}
+    assert dealing.ends_at == math.inf
+    members["d"] = member("d", (1, 3))
+    members["f"] = member("f", (0, 3))
+    dealing.joined("f", members, is_dealt=True)
+    dealing.left(700.0, members.pop("c"), members)
+    assert {learner: dealing.of(learner) for learner in "def"} == {"d": (1,), "e": (2,), "f": (0,)}
 
 
 def test_a_whole_learner_and_one_with_a_fixed_set_hold_groups_too() -> None:
@@ -162,6 +185,9 @@ def test_a_syncer_tells_its_learners_and_one_that_is_restarted_goes_on() -> None
     assert [again.standing(learner).dealt for learner in "acd"] == [(1,), (2,), (0,)]
     _, actions = again.joined(155.0, "b", held=(1, 3), dealt=True)  # it is back, with what it was dealt
     assert not any(isinstance(each, Tell) for each in actions)
-    again.left(156.0, "c", 1, tokens=0)  # for good: nobody moves before somebody comes
-    assert [again.standing(learner).dealt for learner in "abd"] == [(1,), (1,), (0,)]
-    assert again.deal(157.0, "new", 1)[0] == (2,)
+    actions = again.left(156.0, "c", 1, tokens=0)  # for good
+    assert only(Tell, actions).learners == ("a",)
+    assert [again.standing(learner).dealt for learner in "abd"] == [(2,), (1,), (0,)]
+    again.steering.out["new"] = "drained by an admin"
+    with pytest.raises(DrainedError):
+        again.deal(157.0, "new", 1)

@@ -16,13 +16,14 @@ import diloco
 from diloco.config import RunConfig, parse_config, require_dealt
 from diloco.core.fragments import Whole
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError, PayloadError, StoppedError
+from diloco.errors import ConfigError, DilocoError, DrainedError, PayloadError, StoppedError
 from diloco.event_log import read_events
 from diloco.events import Joined, Merged
 from diloco.exchange.local import Local
 from diloco.exchange.virtual.delivery import Fault
 from diloco.learner import Learner
 from diloco.learner.held import HeldExperts
+from diloco.planning.network import Network, Route
 from diloco.simulation.virtual_run import Scenario, _Simulation, simulate
 from diloco.training.checkpoint import has_joined, held_by, latest_checkpoint, load_checkpoint
 from diloco.training.data.corpus import load_corpus
@@ -93,6 +94,27 @@ def test_with_every_turn_all_learners_move_on_by_a_group(
     assert len(joined) == 4 * 6
 
 
+@pytest.mark.parametrize(
+    ("cut", "overrides"),
+    [
+        ("groups=4, deal_every=1", ()),
+        ("groups=4, deal_every=1", ("method.preset='StreamingDiLoCo'", "method.overlap=2")),
+        ("groups=4, every=2, deal_every=2", ("warm_start.steps=4",)),
+    ],
+)
+def test_no_work_is_lost_where_sets_turn_however_long_it_is_on_its_way(
+    auto: Callable[..., RunConfig], tmp_path: Path, cut: str, overrides: tuple[str, ...]
+) -> None:
+    """With a warm start of an interval, the first turn is due between two sends of the experts."""
+    network = Network({}, [Route((), (), 0.05)] * 4)
+    simulation, result = run(auto(cut, *overrides), Scenario(network=network), tmp_path / "sim")
+    assert simulation._run.driver is not None
+    for name, account in simulation._run.driver.core.accounting.accounts.items():
+        assert account.ledgers[4].merged == account.tokens == sum(it.merged for it in account.ledgers[:4]), name
+        assert account.incarnation >= 2
+    assert all(summary.steps == 24 for summary in result.summaries.values())
+
+
 def test_experts_of_a_learner_that_is_lost_for_good_are_taken_over(
     auto: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
@@ -122,16 +144,23 @@ def test_a_learner_comes_back_with_the_set_of_its_checkpoint_and_is_dealt_the_ne
 def test_a_learner_that_is_stopped_before_it_has_joined_again_resumes_with_its_new_part(
     auto: Callable[..., RunConfig],
 ) -> None:
-    config = auto("groups=4, deal_every=1", "run.steps=10", "evaluate.sequences=4")
+    """Also one that had been resumed, and one for which the run has no place any more."""
+    config = auto("groups=4, deal_every=1", "run.steps=18", "evaluate.sequences=4")
     method = method_from_table(config.method)
 
     def life(index: int, exchange: Local) -> None:
         stopping, ends = StopRequest(), list[Local]()
+        errors: dict[int, DilocoError] = {
+            4: StoppedError("a signal"),
+            8: StoppedError("a signal"),
+            12: DrainedError(""),
+        }
 
         def attach(model: Any, optimizer: Any, steps: int, tokens: int, holding: Holding) -> Learner:
-            if index == 1 and holding.again and steps == 4:
-                stopping.set()
-                raise StoppedError("a signal")
+            if index == 1 and holding.again and (error := errors.pop(steps, None)) is not None:
+                if isinstance(error, StoppedError):
+                    stopping.set()
+                raise error
             ends.append(exchange.again() if holding.again or ends else exchange)
             ends[-1].is_dealt = holding.is_dealt
             return Learner(
@@ -140,20 +169,24 @@ def test_a_learner_that_is_stopped_before_it_has_joined_again_resumes_with_its_n
             )  # fmt: skip
 
         spec = LearnerSpec("abcd"[index], shard=index, initialise=index == 0)
-        trainer = Trainer(config, spec, attach, stop_request=stopping, deal=exchange.deal)
-        summary = trainer.train()
-        if index != 1:
-            assert (summary.reason, summary.steps) == ("steps", 10)
-            return
-        assert (summary.reason, summary.steps, summary.tokens) == ("stopped", 4, 4 * 32)
-        path = latest_checkpoint(config.dir / "b" / "checkpoints")
-        part = trainer.model.state_dict()
-        assert held_by(path) == [4, 5]  # at first it held 2 and 3
-        assert not has_joined(path)
-        again = Trainer(config, replace(spec, resume_from=path), attach, deal=exchange.deal)
-        assert all(torch.equal(part[name], each) for name, each in load_checkpoint(path)["model"].items())
-        summary = again.train()
-        assert (summary.reason, summary.steps, summary.tokens) == ("steps", 10, 10 * 32)
+        for steps, reason in ((4, "stopped"), (8, "stopped"), (12, "drained"), (18, "steps")):
+            stopping = StopRequest()
+            trainer = Trainer(config, spec, attach, stop_request=stopping, deal=exchange.deal)
+            summary = trainer.train()
+            if index != 1:
+                assert (summary.reason, summary.steps) == ("steps", 18)
+                return
+            assert (summary.reason, summary.steps, summary.tokens) == (reason, steps, steps * 32)
+            if reason == "steps":
+                return
+            path = latest_checkpoint(config.dir / "b" / "checkpoints")
+            saved, part = load_checkpoint(path), trainer.model.state_dict()
+            assert all(torch.equal(part[name], each) for name, each in saved["model"].items())
+            first = 2 * ((1 + steps // 4) % 4)  # at first it held 2 and 3
+            assert (saved["step"], held_by(path)) == (steps, [first, first + 1])
+            assert saved["run_tokens"] == 4 * 32 * steps
+            assert not has_joined(path)
+            spec = replace(spec, resume_from=path)
 
     diloco.run_local(life, learners=4)
 
@@ -301,6 +334,10 @@ def test_the_run_file_tells_for_how_many_learners_experts_are_dealt() -> None:
     for key, line in (("copies", ", deal_every = 3"), ("deal_every", ", copies = 2")):
         with pytest.raises(ConfigError, match=rf"method\.fragments\.{key} has no effect without train\.holds_experts"):
             require_dealt(parse_config(RUN_FILE.replace('"auto"', '"0-3"').replace(line, "")))
+    with pytest.raises(ConfigError, match=r"\[pool\] and train.holds_experts = \"auto\" exclude each other"):
+        parse_config(RUN_FILE + '[pool]\nschedule = "halving"\n')
+    with pytest.raises(ConfigError, match="excludes error_feedback, which begins anew with each set"):
+        diloco.DiLoCo(codec="int4", error_feedback=True, fragments=diloco.Experts(4, deal_every=2))
     with pytest.raises(ConfigError, match=r"deal_every=3\) deals sets anew while experts are not sent"):
         diloco.Experts(groups=4, every=2, deal_every=3)
     assert set(diloco.DiLoCo(sync_every=8, fragments=diloco.Experts(4, deal_every=2)).schedule(5).offsets) == {8}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from diloco.core.method import Method
+    from diloco.exchange.remote.remote import Remote
     from diloco.protocol.session.joining import Initialises
     from diloco.tracking.feed import Feed
     from diloco.training.learners import AnyLearner, Attach, Deal, Holding
@@ -215,13 +216,18 @@ def _sentence(summary: "Summary", model: str) -> str:
 def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
     """The function that connects this learner to the syncer; `stopping` interrupts its waiting."""
     syncer = config.syncer
+    before: Remote | None = None  # of this learner with other experts
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int, holding: "Holding") -> "AnyLearner":
         import diloco
         from diloco.training.checkpoint import lineage_of
         from diloco.training.mixture import buffer_roles
 
-        exchange = diloco.connect(
+        nonlocal before
+        lineage = None if part.resume_from is None else lineage_of(part.resume_from)
+        if before is not None and before.lineage is not None:
+            lineage = asdict(before.lineage)
+        before = exchange = diloco.connect(
             syncer.address,
             run=config.run.name,
             learner=part.name,
@@ -231,7 +237,7 @@ def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") 
             initial_step=steps,
             initial_tokens=tokens,
             source=_source(config, part),
-            lineage=None if part.resume_from is None else lineage_of(part.resume_from),
+            lineage=lineage,
             tokens_per_step=config.learner_batch * config.data.sequence_length,
         )
         stopping.interrupt_with(exchange.interrupt)

@@ -144,6 +144,8 @@ class Method:
         own_outer = self.fragments.own_answers(0).get("outer", self.outer)
         quorum = self.quorum
         return (
+            (self.dealing[2] > 0 and self.error_feedback > 0,
+             "Experts(deal_every=…) excludes error_feedback, which begins anew with each set that a learner is dealt."),
             (isinstance(quorum, AllLive) and self.partial == "scale",
              "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present."),
             (isinstance(quorum, AllLive) and quorum.drop > 0 and self.overlap > 0,

@@ -116,6 +116,12 @@ class Schedule:
         return ((0, self.sync_every),) if isinstance(self.sync_every, int) else self.sync_every
 
     @property
+    def sends_together(self) -> bool:
+        """Whether there are inner steps after which all fragments are sent, once in max(k_p) intervals."""
+        pieces = zip(self._resolved, self._pieces, strict=True)
+        return all(own == tuple(every * k for k in self.multiples) for own, (_, every) in pieces)
+
+    @property
     def intervals_in_flight(self) -> int:
         """The number of answers to a fragment that may be in flight when its next outer gradient is sent."""
         return self.intervals_in(self.overlap)

@@ -151,6 +151,7 @@ class Local(Exchange):
         self.initial_step = self.initial_tokens = 0
         self.initialises = True
         self._client: SessionClient | None = None
+        self._newest: list[SessionClient] = []  # of this learner, if any; `again` has the same list
         self._opened: StartingState | None = None
         self._inbox: deque[Event] = deque()
         self._failure: DilocoError | None = None
@@ -181,12 +182,18 @@ class Local(Exchange):
 
     def again(self) -> Local:
         """A new exchange of the same learner, which has left the run and joins again."""
-        return Local(self._run, self._index)
+        again = Local(self._run, self._index)
+        again._newest = self._newest
+        return again
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
         run, name = self._run, self._name
+        for former in self._newest:
+            former.on_closed = partial(run.time.notified.add, self._index)
+            while not former.is_closed:  # its last work is on its way
+                run.time.wait(self._index)
         syncer = run.serve(name, method, layout)
         if not self.is_dealt:  # else the syncer sees to it that every expert has a holder
             run.declare(self._index, self.trained)
@@ -211,6 +218,7 @@ class Local(Exchange):
             ready=run.is_founder(self._index), overlap=overlap, held=self.held, is_dealt=self.is_dealt,
             on_news=self._news,
         )  # fmt: skip
+        self._newest[:] = [self._client]
         self._client.begin()
         while self._opened is None:
             run.time.wait(self._index)

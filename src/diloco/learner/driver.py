@@ -101,7 +101,7 @@ class LearnerDriver:
         places = [self.tensors.partition.places(fragment) for fragment in range(len(self.layout.fragments))]
         self.eager = EagerSteps(self.method, places, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.
-        write = self.method.exchanged != "gradients" or not any(opened.versions)
+        write = self.method.exchanged != "gradients" or max(opened.versions) <= 0
         self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
         self.digests = [held.digest for held in opened.fragments]
         self.untrained.adopted()

@@ -7,7 +7,7 @@ of the exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import index
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from diloco.core.choices import positive
 from diloco.core.method import Method
+from diloco.core.quorum import Called
 from diloco.errors import ConfigError, translated
 from diloco.exchange.base import Call, Exchange, StartingState
 from diloco.exchange.island import Ranks
@@ -336,19 +337,21 @@ class Learner:
         last send. A learner that was evicted, and cannot join again, loses all work that is not merged, and takes no
         more steps.
         """
-        return self._driver.is_drained or (self._exchange.overview.drained and self._has_sent)
+        return self._driver.is_drained or (self._exchange.overview.drained and self._is_sent(any))
 
     @property
     def dealt(self) -> tuple[int, ...]:
         """The groups of experts that the syncer has dealt to this learner, once all work on some fragment has been
-        sent; otherwise none. A learner that holds others closes, and another one with these joins; the reference
-        trainer does so (`train.holds_experts = "auto"`)."""
-        return self._exchange.overview.dealt if self._has_sent else ()
+        sent, or on all that it holds where these are sent together; otherwise none. A learner that holds others closes,
+        and another one with these joins; the reference trainer does so (`train.holds_experts = "auto"`)."""
+        rules = self._core.rules
+        is_called = isinstance(rules.quorum, Called)  # it sends when it is called, which may never be all at once
+        has_sent = self._is_sent(all if rules.schedule.sends_together and not is_called else any)
+        return self._exchange.overview.dealt if has_sent else ()
 
-    @property
-    def _has_sent(self) -> bool:
-        """Whether all work on some fragment has been sent."""
-        return any(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
+    def _is_sent(self, of: Callable[[Iterable[bool]], bool]) -> bool:
+        """Whether all work on `any` or `all` of the fragments has been sent."""
+        return of(work.pending_steps == 0 for work in self._core.fragments if work.is_held)
 
     @property
     def rank(self) -> tuple[int, int]:

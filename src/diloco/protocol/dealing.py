@@ -10,6 +10,7 @@ with the one that it was dealt.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -95,12 +96,24 @@ class Dealing:
             self.sets.pop(learner, None)
         self._balance(members)
 
-    def left(self, now: float, member: Member) -> None:
-        """A member has left. If it holds what it was dealt, it left for good; otherwise it is expected back."""
-        if self.sets.get(member.learner) == self._groups_of(member):
-            del self.sets[member.learner]
-        elif member.learner in self.sets:
+    def left(self, now: float, member: Member, members: Mapping[str, Member]) -> None:
+        """A member has left. If it holds what it was dealt, it left for good, and others take over the groups that
+        nobody holds; otherwise it is expected back."""
+        if self.sets.get(member.learner, self._groups_of(member)) == self._groups_of(member):
+            self.sets.pop(member.learner, None)
+            self._balance(members)
+        else:
             self._promised_until[member.learner] = now + PROMISED_FOR_S
+
+    def tick(self, now: float, members: Mapping[str, Member]) -> None:
+        """Time has passed: others take over the groups of learners that have not joined in time."""
+        self._forget(now, members)
+        self._balance(members)
+
+    @property
+    def ends_at(self) -> float:
+        """When the next promise ends."""
+        return min(self._promised_until.values(), default=math.inf)
 
     def lost(self, learner: str, members: Mapping[str, Member]) -> None:
         """A learner was evicted: others take over the groups that nobody holds."""
@@ -131,7 +144,7 @@ class Dealing:
     def _forget(self, now: float, members: Mapping[str, Member]) -> None:
         """Forget sets of learners that have not joined in time."""
         for learner, until in list(self._promised_until.items()):
-            if until < now:
+            if until <= now:
                 del self._promised_until[learner]
                 if learner not in members:
                     self.sets.pop(learner, None)

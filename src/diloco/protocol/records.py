@@ -49,6 +49,8 @@ def require_numbers(record: Mapping[str, Any]) -> None:
         held = (*account.get("held", ()), *account.get("held_before", ()))
         require_whole_numbers(*numbers, *account["confirmed"], *held)
         _require_ledgers(account["ledgers"])
+    if (dealing := record.get("dealing")) is not None:
+        require_whole_numbers(dealing["turn"], *(group for own in dealing["sets"].values() for group in own))
 
 
 def _require_ledgers(ledgers: Sequence[Any]) -> None:

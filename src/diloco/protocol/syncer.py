@@ -210,7 +210,12 @@ class SyncerCore:
 
     def deal(self, now: float, learner: str, size: int) -> tuple[tuple[int, ...], list[Action]]:
         """The groups of experts of a learner that is to hold so many, before it joins with them; the same ones when it
-        asks again. Others may be dealt to members (`Standing.dealt`)."""
+        asks again. Others may be dealt to members (`Standing.dealt`).
+
+        Raises:
+            DrainedError: the run has no place for it.
+        """
+        self.steering.require_admitted(learner)
         before = self.dealing.sets.copy()
         return self.dealing.ask(now, learner, size, self.members), [*self._dealt(before), *self._wake(now)]
 
@@ -277,9 +282,13 @@ class SyncerCore:
         self._alive(now, member, max(step, member.step), tokens, 0, earlier_tokens)
         if member.tokens > 0:
             self.accounting.accounts[learner].ended_at = member.step
-        self._remove(learner)
-        self.dealing.left(now, member)
-        return self._look_again(now)
+        return [*self._leave(now, member), *self._look_again(now)]
+
+    def _leave(self, now: float, member: Member) -> list[Action]:
+        before = self.dealing.sets.copy()
+        self._remove(member.learner)
+        self.dealing.left(now, member, self.members)
+        return self._dealt(before)
 
     def left_late(self, now: float, learner: str, *, process: int, tokens: int, step: int = 0) -> list[Action]:
         """A process leaves that knows of no live incarnation of its own: an eviction may not have been durable, or the
@@ -296,10 +305,8 @@ class SyncerCore:
         self._wants_record |= self.accounting.trained_late(learner, tokens)
         if step > 0:
             account.ended_at = max(step, account.ended_at or 0)
-        if (member := self.members.get(learner)) is not None:
-            self._remove(learner)
-            self.dealing.left(now, member)
-        return self._look_again(now)
+        member = self.members.get(learner)
+        return [*([] if member is None else self._leave(now, member)), *self._look_again(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Evict learners whose deadline has passed, and decide every open round again."""
@@ -310,7 +317,9 @@ class SyncerCore:
             if (reason := self.deadlines.passed(now, member)) is not None:
                 actions += self._evict(member.learner, reason, replaced=False)
         self.groups.workers.tick(now, self.deadlines.lost_floor_s)
-        return actions + self._look_again(now)
+        before = self.dealing.sets.copy()
+        self.dealing.tick(now, self.members)
+        return [*actions, *self._dealt(before), *self._look_again(now)]
 
     def was_suspended(self, seconds: float) -> None:
         """The syncer process was suspended for this long: move all deadlines, since messages of that time are
@@ -573,7 +582,8 @@ class SyncerCore:
     def _wake(self, now: float) -> list[Action]:
         """Request a record if one is needed, and a wake-up at the next deadline or end of a grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
-        times += [*self.rounds.ends(now), self.groups.workers.wake_at(self.deadlines.lost_floor_s)]
+        times += [*self.rounds.ends(now), self.dealing.ends_at]
+        times.append(self.groups.workers.wake_at(self.deadlines.lost_floor_s))
         due_at = self.groups.due_at(now)
         is_due = self._wants_record or self.accounting.needs_record or due_at <= now
         times = [at for at in (*times, *(() if is_due else (due_at,))) if at < math.inf]

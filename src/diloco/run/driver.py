@@ -248,7 +248,7 @@ class Driver(Generic[H, S, P]):
         the learner has joined with them.
 
         Raises:
-            PayloadError: no learner of the run can hold so many.
+            PayloadError: no learner of the run can hold so many. DrainedError: the run has no place for this one.
         """
         validation.check_name(learner)
         validation.check_deal(learner, size, self.state.dealing.num_groups)

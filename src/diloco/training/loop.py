@@ -10,7 +10,15 @@ from torch import nn
 from diloco import events as ev
 from diloco.config import AUTO, RunConfig, TrainTable, dump_config
 from diloco.core.presets import DataParallel, method_from_table
-from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
+from diloco.errors import (
+    AuthError,
+    CheckpointError,
+    ConfigError,
+    DrainedError,
+    StoppedError,
+    StoreError,
+    translated,
+)
 from diloco.learner.held import HeldExperts
 from diloco.learner.learner import FINISH_TIMEOUT_S
 from diloco.tracking.feed import Feed
@@ -76,6 +84,7 @@ class Trainer:
         self._progress, self._feed = progress or ProgressDisplay(), feed
         self._stop_request = stop_request or StopRequest()
         self._has_joined = self._has_started = False
+        self._is_between = False  # has left the run, to join it again with other experts
         self._retry_at: int | None = None  # step of the next checkpoint after a failed one; the same on every rank
         self._check_batches()
         if config.data.deal == "leases" and (peers is not None or spec.role != "learner"):
@@ -208,11 +217,12 @@ class Trainer:
             if self.learner.drained:
                 return "drained"
             if not self._has_joined and not self._is_warming_up:
-                self._join()
+                self._join(resumed=self._is_between)
                 continue  # the run may have ended
             if self._dealt is not None and self._training.part is not None:
                 if (other := self._dealt.other_than(self._training.part, self.learner.dealt)) is not None:
-                    self._join_with(other)
+                    if not self._join_with(other):
+                        return "drained"
                     continue  # the run may have ended
             if not self._training.stream.has_next():
                 continue  # the learner was drained while it waited
@@ -252,7 +262,7 @@ class Trainer:
         spec, training = self.spec, self._training
         if self._dealt is not None and training.held is None:
             training.held = self._dealt.ask()
-        self._has_joined = True
+        self._has_joined, self._is_between = True, False
         if spec.role == "isolated" and self.config.train.trains_experts is not None:
             raise ConfigError(
                 "train.trains_experts needs other learners, and an isolated one exchanges nothing; drop it"
@@ -281,20 +291,26 @@ class Trainer:
         self._evaluator.model = self.model
         training.reset_token_estimate()
 
-    def _join_with(self, held: HeldExperts) -> None:
-        """Leave the run, and join it again with other experts, which the syncer has dealt."""
+    def _join_with(self, held: HeldExperts) -> bool:
+        """Leave the run, and join it again with other experts, which the syncer has dealt. Returns False where the run
+        has no place for this learner any more."""
         training, experts = self._training, held.text.partition(" of ")[0]
         self._monitor.say(f"is dealt experts {experts} after step {training.step}, and joins again with these")
         assert self._attach is not None
+        self._is_between = True
         training.leave_for(held)
         training.exclude_untrained()
         try:
             training.attach(self._attach, again=True)
-        except (AuthError, StoppedError):
-            self._has_joined = False
+        except (AuthError, StoppedError, DrainedError) as error:
             training.stand_alone()
-            raise
+            if not isinstance(error, DrainedError):
+                raise
+            self._monitor.say(f"does not join again: {error}")
+            return False
+        self._is_between = False
         self._evaluator.model = self.model
+        return True
 
     def _finish(self, reason: str, seconds: float, *, interrupted: bool) -> Summary:
         """Leave the run, save and evaluate. A learner that was interrupted while it waited evaluates nothing."""
@@ -343,6 +359,7 @@ class Trainer:
                 f"{path} belongs to the run {saved['run']}, not to {self.config.run.name}; check --resume"
             )
         self._training.restore_global(saved, path)
+        self._is_between = not saved["joined"] and saved["held"] is not None
         if saved["joined"]:
             self._join(resumed=True)
         elif self._is_warming_up:
@@ -358,7 +375,8 @@ class Trainer:
         state = self._training.state(warming_up=not self._has_joined)
         if not self._ranks.is_first:
             return None
-        state |= {"run": self.config.run.name, "joined": self._has_joined and self.spec.role == "learner"}
+        is_learner = self._has_joined and not self._is_between and self.spec.role == "learner"
+        state |= {"run": self.config.run.name, "joined": is_learner}
         step = self._training.step
         try:
             saved = save_checkpoint(self.directory / CHECKPOINTS, step, state, keep=self.config.checkpoint.keep)

@@ -92,6 +92,7 @@ class SessionClient:
         static: the tensors that training does not change, as bytes.
         num_bytes: payload bytes by kind.
         is_closed: whether it has left the run.
+        on_closed: called when it has.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class SessionClient:
         self.static = b""
         self.num_bytes: Counter[str] = Counter()
         self.is_closed = False
+        self.on_closed: Callable[[], object] = lambda: None
         self._wire, self._layout, self._replicas = wire, layout, replicas
         self._clock = clock(self._wake)
         self._initial, self._ready, self._overlap, self._on_news = initial, ready, overlap, on_news
@@ -173,6 +175,7 @@ class SessionClient:
                     log.warning("%s", text)
                 case requests.Close():
                     self.is_closed = True
+                    self.on_closed()
                 case requests.TellArrival(merged=merged):
                     assert self._last is not None
                     self._on_news(Arrived.of(*self._last, merged))
