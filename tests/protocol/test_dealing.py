@@ -106,6 +106,12 @@ def test_the_first_learner_with_a_group_to_spare_takes_over_from_a_lost_one() ->
     assert dealing.of("a") == (1,)
 
 
+def test_a_question_in_the_name_of_a_member_changes_nothing() -> None:
+    dealing, members = run_of_four()
+    assert dealing.ask(1.0, "b", 3, members) == (1,)
+    assert {learner: dealing.of(learner) for learner in "abcd"} == {"a": (0,), "b": (1,), "c": (2,), "d": (0,)}
+
+
 def test_a_learner_that_leaves_for_another_set_is_expected_back() -> None:
     dealing, members = run_of_four()
     del members["b"]

@@ -72,9 +72,10 @@ class Dealing:
         self._promised_until: dict[str, float] = {}
 
     def ask(self, now: float, learner: str, size: int, members: Mapping[str, Member]) -> tuple[int, ...]:
-        """The groups of a learner that is to hold so many; the same ones when it asks again."""
+        """The groups of a learner that is to hold so many; the same ones when it asks again. Those of a member stay as
+        many as they are."""
         self._forget(now, members)
-        if len(self.sets.get(learner, ())) != size:
+        if len(self.sets.get(learner, ())) != size and not (learner in members and learner in self.sets):
             self.sets.pop(learner, None)
             held = [*self.sets.values(), *self._others(members, learner)]
             self.sets[learner] = first_set(held, self.num_groups, size)

@@ -74,7 +74,7 @@ def rewound(
 ) -> Mapping[str, Any]:  # fmt: skip
     """A record with the state of a member from its checkpoint (`SyncerCore.saved_of`).
 
-    `fragments`: those whose steps are taken from there; with them, the clock and the rounds of the run.
+    `fragments`: those whose steps are taken from there; with them, the clock, the rounds and the dealt sets of the run.
 
     Raises:
         ValueError, TypeError or LookupError: `saved` is no such state.
@@ -83,7 +83,7 @@ def rewound(
     _require_ledgers(saved["ledgers"])
     member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
     account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
-    run = {key: saved[key] for key in ("step", "rounds")} if fragments else {}
+    run = {key: saved[key] for key in ("step", "rounds", "dealing")} if fragments else {}
     steps = zip(record["fragment_steps"], saved["fragment_steps"], strict=True)
     own = [theirs if fragment in fragments else ours for fragment, (ours, theirs) in enumerate(steps)]
     return {

@@ -159,6 +159,7 @@ class SyncerCore:
             "own_rounds": self.rounds.saved_of(learner),
             "has_leases": self.leases.data is not None,
             "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
+            "dealing": self.dealing.saved(),
         }
 
     # --- membership ---------------------------------------------------------------------------------------------------
