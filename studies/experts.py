@@ -438,7 +438,8 @@ def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any], more: It
     gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
     cells = [_score(each["loss"] for each in found.values()), "" if arm == BASE else f"{gap.value:+.4f}{_half(gap)}"]
     for key in more:
-        measured = [each[key] for each in found.values() if key in each]
+        rejoined = "joins" if key == "down" else ""  # a dealt part is received with it
+        measured = [each[key] + each.get(rejoined, 0) for each in found.values() if key in each]
         if key == "device":  # known of any model
             measured = measured or [_device_bytes(new_model(0, arm.dense)[0])]
         shown = "–" if not measured else _score(measured) if key == "part" else SIZE.show(statistics.fmean(measured))
