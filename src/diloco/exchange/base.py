@@ -217,9 +217,13 @@ class Exchange(ABC):
         """Ask the syncer, before the model is built, which groups of experts a learner is to hold that holds so many.
 
         Raises:
-            PayloadError: the run's method makes fewer groups.
+            PayloadError: the run's method makes fewer groups. DrainedError: the run has no place for this learner.
+            ConfigError: there is no syncer.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no syncer that deals groups of {method}: {size}")
+        raise ConfigError(
+            f"{type(self).__name__} has no syncer, which deals {size} groups of {method.name}; name the experts that "
+            "this learner holds."
+        )
 
     @abstractmethod
     def open(

@@ -123,7 +123,7 @@ class Dealing:
 
     def turned(self, versions: Sequence[int], members: Mapping[str, Member]) -> None:
         """The fragments have these versions: shift all sets if so many rounds of the trunk are over."""
-        turn = min(versions[self.num_groups :], default=min(versions)) // self.every if self.every else 0
+        turn = min(versions[self.num_groups :], default=0) // self.every if self.every else 0
         shift, self._turn = turn - self._turn, turn
         if shift and self.num_groups:
             self.sets = {
