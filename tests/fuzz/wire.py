@@ -130,7 +130,6 @@ class SyncerUnderFire:
             ("Leave", [pb.LeaveRequest(
                 **who, incarnation=1, tokens=9, earlier_tokens=7, process=3
             ).SerializeToString()]),
-            ("Deal", [pb.DealRequest(**who, size=1).SerializeToString()]),
             ("Status", [pb.StatusRequest(run=RUN).SerializeToString()]),
             ("Watch", [pb.WatchRequest(**who, incarnation=1, versions=[0, 0]).SerializeToString()]),
             ("Pull", [pb.PullRequest(
