@@ -566,10 +566,11 @@ def require_dealt(config: RunConfig) -> None:
 
 def _require_holders(config: RunConfig, shared: str | None, source: str) -> None:
     """Raise ConfigError if a run file gives all learners parts of the experts, together not all. `shared`: of those
-    without a set of their own. What is set for one learner, for its process alone, does not count."""
+    without a set of their own. What is set for one learner, for its process alone, does not count, nor does a file
+    without tables of learners, as one saves its own."""
     texts = [own.get("train", {}).get("holds_experts", shared) for own in config.learner.values()]
     texts += [shared] * (config.run.learners - len(texts))
-    if not {None, AUTO}.isdisjoint(texts):
+    if not config.learner or not {None, AUTO}.isdisjoint(texts):
         return
     held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
     missing = 0  # the first expert that is not held

@@ -727,7 +727,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     def life(index: int, exchange: Exchange) -> None:
         model = make_model()
         learner = Learner(model, SGD(model.parameters(), lr=0.1), method=method, exchange=exchange)
-        with pytest.raises(CheckpointError, match="another model or another cut"):
+        with pytest.raises(CheckpointError, match="another model, another cut"):
             learner.load_state_dict(saved(method, nn.Linear(4, 3)))
         with pytest.raises(CheckpointError, match="sync_every is 2 here and 3 there"):
             learner.load_state_dict(saved(diloco.DiLoCo(sync_every=3), make_model()))

@@ -560,7 +560,6 @@ def test_the_run_file_gives_each_expert_a_holder(tmp_path: Path) -> None:
         (TABLES.replace("4-7", "5-7"), 4),
         (TABLES.replace("0-3", "1-3"), 0),
         (TABLES.replace("4-7", "5-7").replace("num_local_experts = 8\n", ""), 4),  # the number is not known here
-        (TABLES.partition("[learner.x]")[0] + '[train]\nholds_experts = "0-3"', 4),  # of all learners
         (TABLES.replace('train.holds_experts = "4-7"', "train.batch = 4") + '[train]\nholds_experts = "0-3"', 4),
     ]:
         for learner in (None, "x"):
@@ -576,6 +575,7 @@ def test_the_run_file_gives_each_expert_a_holder(tmp_path: Path) -> None:
         TABLES.replace('"4-7"', '"5-7"').replace("learners = 2", "learners = 3"),  # one is not listed
         TABLES.replace('train.holds_experts = "4-7"', 'train.trains_experts = "4-7"'),  # and holds all
         TABLES.replace('"4-7"', '"0-1,4-7"'),
+        TABLES.partition("[learner.x]")[0] + '[train]\nholds_experts = "0-3"',  # the file that one learner has saved
     ):
         parse_config(fine)
     parse_config(TABLES, overrides=["train.holds_experts='0-1'"], learner="x")
