@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from diloco.core.choices import positive
 from diloco.core.method import Method
-from diloco.core.quorum import Called
 from diloco.errors import ConfigError, translated
 from diloco.exchange.base import Call, Exchange, StartingState
 from diloco.exchange.island import Ranks
@@ -344,10 +343,7 @@ class Learner:
         """The groups of experts that the syncer has dealt to this learner, once all work on some fragment has been
         sent, or on all that it holds where these are sent together; otherwise none. A learner that holds others closes,
         and another one with these joins; the reference trainer does so (`train.holds_experts = "auto"`)."""
-        rules = self._core.rules
-        is_called = isinstance(rules.quorum, Called)  # it sends when it is called, which may never be all at once
-        has_sent = self._is_sent(all if rules.schedule.sends_together and not is_called else any)
-        return self._exchange.overview.dealt if has_sent else ()
+        return self._exchange.overview.dealt if self._is_sent(all if self._core.sends_together else any) else ()
 
     def _is_sent(self, of: Callable[[Iterable[bool]], bool]) -> bool:
         """Whether all work on `any` or `all` of the fragments has been sent."""

@@ -98,8 +98,8 @@ class Dealing:
         self._balance(members)
 
     def left(self, now: float, member: Member, members: Mapping[str, Member]) -> None:
-        """A member has left. If it holds what it was dealt, it left for good, and others take over the groups that
-        nobody holds; otherwise it is expected back."""
+        """A member has left. If it holds what it was dealt, it left for good, and others take over the groups
+        without a holder; otherwise it is expected back."""
         if self.sets.get(member.learner, self._groups_of(member)) == self._groups_of(member):
             self.sets.pop(member.learner, None)
             self._balance(members)
@@ -117,7 +117,7 @@ class Dealing:
         return min(self._promised_until.values(), default=math.inf)
 
     def lost(self, learner: str, members: Mapping[str, Member]) -> None:
-        """A learner was evicted: others take over the groups that nobody holds."""
+        """A learner was evicted: others take over the groups without a holder."""
         self.sets.pop(learner, None)
         self._balance(members)
 

@@ -154,6 +154,11 @@ class LearnerCore:
             work.in_flight.remove(flight)
         return flight
 
+    @property
+    def sends_together(self) -> bool:
+        """Whether there are inner steps after which all fragments are sent."""
+        return self._rounds.sends_together
+
     def waiting(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due, not received, and blocks the learner."""
         return self._rounds.waiting(self.step)

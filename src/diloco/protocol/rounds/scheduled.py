@@ -255,7 +255,7 @@ class ScheduledSyncer(SyncerRounds):
             while True:
                 round_ = rounds.get(number)
                 if round_ is None and others and not any(it.holds(fragment) for it in others):
-                    break  # nobody was there to reach it
+                    break  # no holder was there to reach it
                 if round_ is None:  # a contribution may be in flight
                     step, present = schedule.next_send(fragment, step), connected
                 else:
@@ -316,6 +316,10 @@ class ScheduledLearner(LearnerRounds):
 
     def due(self, step: int) -> Sequence[int]:
         return self._rules.schedule.sends(step)
+
+    @property
+    def sends_together(self) -> bool:
+        return self._rules.schedule.sends_together
 
     def next_round(self, fragment: int) -> int | None:
         """With an overlap of whole intervals, that many answers may be outstanding at a send. With more outstanding,
