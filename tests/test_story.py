@@ -83,6 +83,10 @@ def test_a_learner_is_not_behind_in_fragments_that_it_does_not_hold(story: Story
     assert story.since(0, now=130.0)["learners"][0]["behind"] == [1, None]
 
 
+GROUPS: list[tuple[tuple[tuple[int, int], ...], ...]] = [(((2, 4), (5, 6)),), (((4, 7),),), ()]
+"""Experts of each contributor to a merge: two groups, and the trunk."""
+
+
 def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(story: Story) -> None:
     part = member(9).model_copy(update={"versions": (2, -1), "experts": ((0, 4),), "holds_part": True})
     syncers(
@@ -103,6 +107,15 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
         merged(132.0, 3, ("c",), members=("c",)).model_copy(update={"fragment": 1}),
     )
     assert [it["absent"] for it in story.since(0, now=133.0)["merges"]][-1] == ["a"]
+    syncers(
+        story,
+        ev.Joined(t=134.0, learner="a", incarnation=3, holds=((0, 2), (6, 8))),  # and no news of its versions
+        *(
+            merged(135.0, 4 + n, ("c",)).model_copy(update={"members": (), "experts": own})
+            for n, own in enumerate(GROUPS)
+        ),
+    )
+    assert [it["absent"] for it in story.since(0, now=136.0)["merges"]][-3:] == [[], ["a"], ["a"]]
 
 
 def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:

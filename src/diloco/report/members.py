@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.events import RECENT_MERGES, LearnerProgress, Traffic
+from diloco.events import RECENT_MERGES, Joined, LearnerProgress, Merged, Traffic
 
 
 @dataclass
@@ -19,7 +19,7 @@ class LearnerSummary:
         state: "gone" after it left or was evicted; otherwise as `LearnerProgress.state`.
         since: Unix time at which it left or was evicted; otherwise when it joined.
         joined, evicted: number of times.
-        incarnation: the last one that joined.
+        incarnation: the last one that joined; `held`: its experts, as (first, stop) of each range; None: all.
         recent: for each of the newest merges since it first joined, whether it contributed.
         num_bytes: sent and received on its connections; `rates`: per second, since the previous counts.
     """
@@ -31,6 +31,7 @@ class LearnerSummary:
     joined: int = 0
     evicted: int = 0
     incarnation: int = 0
+    held: tuple[tuple[int, int], ...] | None = None
     merges: int = 0
     reason: str = ""
     progress: LearnerProgress | None = None
@@ -38,19 +39,22 @@ class LearnerSummary:
     num_bytes: tuple[int, int] = (0, 0)
     rates: tuple[float, float] = (0.0, 0.0)
 
-    def join(self, t: float, incarnation: int) -> None:
+    def join(self, event: Joined) -> None:
         """The learner joined, or rejoined."""
-        self.incarnation = incarnation
+        t, self.incarnation, self.held = event.t, event.incarnation, event.holds
         self.state, self.since, self.joined, self.reason = "starting", t, self.joined + 1, ""
 
     def go(self, t: float, reason: str) -> None:
         """The learner left, or was evicted."""
         self.state, self.since, self.reason = "gone", t, reason
 
-    def holds(self, fragment: int) -> bool:
-        """Whether its newest incarnation holds a fragment, as far as is known."""
-        it = self.progress
-        return it is None or it.incarnation != self.incarnation or it.holds(fragment)
+    def holds(self, merged: Merged) -> bool:
+        """Whether its newest incarnation holds the fragment that was merged, as far as is known."""
+        if (it := self.progress) is not None and it.incarnation == self.incarnation:
+            return it.holds(merged.fragment)
+        pairs = [pair for own in merged.experts for pair in own]
+        held = pairs if self.held is None else self.held
+        return not pairs or any(first < end and begin < stop for begin, end in pairs for first, stop in held)
 
     @property
     def is_live(self) -> bool:

@@ -102,7 +102,7 @@ class Story:
             case ev.Steered() if event.order in ORDERED:
                 self._ordered = ORDERED[event.order]
             case ev.Joined():
-                self._member(event.learner).join(event.t, event.incarnation)
+                self._member(event.learner).join(event)
             case ev.Left():
                 self._member(event.learner).go(event.t, "left")
             case ev.Evicted():
@@ -142,13 +142,13 @@ class Story:
         for name in event.contributors:
             self._member(name).merges += 1
         for member in self._members.values():
-            if (member.is_live and member.holds(event.fragment)) or member.name in event.contributors:
+            if (member.is_live and member.holds(event)) or member.name in event.contributors:
                 member.recent.append(member.name in event.contributors)
         trained = Counter(expert for own in event.experts for pair in own for expert in range(*pair))
         for expert, num_learners in trained.items():
             merges, learners, _ = self._experts.get(expert, (0, 0, 0))
             self._experts[expert] = merges + 1, learners + num_learners, event.version
-        holders = {name for name in self._live_names() if self._members[name].holds(event.fragment)}
+        holders = {name for name in self._live_names() if self._members[name].holds(event)}
         absent = sorted(({*event.members} | holders) - {*event.contributors})
         self._merges.add(
             {
