@@ -285,6 +285,8 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert call("simulate", str(run), "--dir", str(occupied), "--replace") == 2
         assert "is not a simulation" in capfd.readouterr().err
     assert run.exists()
+    assert call("simulate", str(run), "--site", str(site), "--replace", "--set", "learner.east.train.threads=1") == 2
+    assert "[learner.east] names none of the simulation's learners, near, far; use one of" in capfd.readouterr().err
     site.write_text(SITE + SITE.replace('"near"', '"nearer"').replace('"far"', '"farther"'), encoding="utf-8")
     assert call("simulate", str(run), "--site", str(site), "--replace") == 2
     assert "there are 4 learners to simulate" in capfd.readouterr().err

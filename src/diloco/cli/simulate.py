@@ -43,6 +43,11 @@ def command(
     modelled = None if site is None else load_site(site)
     recorded = None if recorded_run is None else read_recorded_run(recorded_run)
     names = _names(config, modelled, recorded)
+    if unknown := [name for name in config.learner if name not in names]:
+        raise ConfigError(
+            f"{run_file}: [learner.{unknown[0]}] names none of the simulation's learners, {', '.join(names)}; use one "
+            "of these names, or a site file with this one"
+        )
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
     has_earlier = _has_earlier(directory, replace)
