@@ -147,7 +147,7 @@ def test_the_upload_of_the_model_goes_on_where_it_was_cut_off(how: Callable[[Lin
         with closing(Connection(relay.address)) as connection:
             entry = Entry(
                 Dialler([connection]), RUN, wide(), Initial(0, 0, "test"), FlatModel(tuple(thetas), {}), model_parts,
-                overlap=None, tokens_per_step=None,
+                overlap=None, tokens_per_step=None, held=None, is_dealt=False,
             )  # fmt: skip
             _, times = in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Claim("raw", process=1))))
         assert times  # the second cut may come while the first is told, or when all is there
@@ -182,7 +182,7 @@ def test_another_model_does_not_go_on_with_what_is_here_of_one(tmp_path: Path) -
         zeros = FlatModel(tuple(torch.zeros(it.numel) for it in wide().fragments), {})
         entry = Entry(
             Dialler([connection]), RUN, wide(), Initial(0, 0, "test"), zeros, model_parts, overlap=None,
-            tokens_per_step=None,
+            tokens_per_step=None, held=None, is_dealt=False,
         )  # fmt: skip
         entry._has_uploaded = True  # as if it had sent the ones
         in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Claim("raw", process=1))))

@@ -82,7 +82,9 @@ def status(syncers: Dialler) -> None:
 
 def join(syncers: Dialler) -> None:
     layout = make_layout(Net(), method().fragments)
-    entry = Entry(syncers, RUN, layout, None, None, model_parts, overlap=None, tokens_per_step=None)
+    entry = Entry(
+        syncers, RUN, layout, None, None, model_parts, overlap=None, tokens_per_step=None, held=None, is_dealt=False
+    )
     entry.join(requests.Join(Claim("a", process=1)))
 
 
