@@ -283,6 +283,25 @@ def test_all_adds_up_whatever_happens(num_fragments: int, passes: int, events: l
         assert missing == sum(num for fate, num in totals.fates.items() if fate != MERGED)
 
 
+def gets_on(world: World, draw: Random, name: str, fragment: int, *, repairs: float) -> None:
+    """One event, drawn so that most units are done when a repair comes. `repairs`: its weight."""
+    what = draw.choices(
+        ["ask", "train", "send", "verdict", "overwrite", "checkpoint", "end", "restart", "repair"],
+        [3, 6, 8, 14, 1, 4, 0.7, 0.3, repairs],
+    )[0]
+    match what:
+        case "ask":
+            happen(world, what, name, draw.randint(1, 12))
+        case "train":
+            happen(world, what, name, draw.randint(1, 6))
+        case "verdict":
+            happen(world, what, 0, draw.choice([None, None, None, LATE, OUT_OF_STEP]))
+        case "repair":
+            happen(world, what, fragment, draw.randint(1, KEPT_VERSIONS - 1))
+        case _:
+            happen(world, what, name, fragment)
+
+
 def test_what_a_repair_loses_comes_back() -> None:
     """As above, with events that get on: most units are done when a repair comes."""
     num_lost = num_repeated = 0
@@ -293,21 +312,7 @@ def test_what_a_repair_loses_comes_back() -> None:
             name, fragment = draw.choice("ab"), draw.randrange(world.num_fragments)
             if name not in world.learners:
                 world.join(name, resumes=draw.random() < 0.8)
-            what = draw.choices(
-                ["ask", "train", "send", "verdict", "overwrite", "checkpoint", "end", "restart", "repair"],
-                [3, 6, 8, 14, 1, 4, 0.7, 0.3, 1],
-            )[0]
-            match what:
-                case "ask":
-                    happen(world, what, name, draw.randint(1, 12))
-                case "train":
-                    happen(world, what, name, draw.randint(1, 6))
-                case "verdict":
-                    happen(world, what, 0, draw.choice([None, None, None, LATE, OUT_OF_STEP]))
-                case "repair":
-                    happen(world, what, fragment, draw.randint(1, KEPT_VERSIONS - 1))
-                case _:
-                    happen(world, what, name, fragment)
+            gets_on(world, draw, name, fragment, repairs=1)
             world.check()
         num_lost += world.leases.num_lost
         num_repeated += sum(totals.repeated for totals in world.leases.totals)
@@ -331,24 +336,7 @@ def test_all_adds_up_where_learners_hold_parts() -> None:
                 world.join(name, resumes=world.holds[name] == before and draw.random() < 0.8)
                 num_claimed += sum(map(len, world.learners[name].pending))
             fragment = draw.choice(sorted(world.learners[name].holds))
-            what = draw.choices(
-                ["ask", "train", "send", "verdict", "overwrite", "checkpoint", "end", "restart", "repair"],
-                [3, 6, 8, 14, 1, 4, 0.7, 0.3, 0.3],
-            )[0]
-            match what:
-                case "ask":
-                    happen(world, what, name, draw.randint(1, 12))
-                case "train":
-                    happen(world, what, name, draw.randint(1, 6))
-                case "verdict":
-                    happen(world, what, 0, draw.choice([None, None, None, LATE, OUT_OF_STEP]))
-                case "repair":
-                    happen(world, what, fragment, draw.randint(1, KEPT_VERSIONS - 1))
-                case "overwrite" | "send":
-                    if world.learners[name].pending[fragment]:
-                        happen(world, what, name, fragment)
-                case _:
-                    happen(world, what, name, fragment)
+            gets_on(world, draw, name, fragment, repairs=0.3)
             world.check()
         num_unclaimed += world.leases.num_unclaimed
         num_done = count(world.leases.done)
