@@ -142,3 +142,20 @@ def test_another_learner_takes_over_from_one_that_is_killed_for_good(tmp_path: P
     with pytest.raises(SystemExit) as ended:  # what was dealt follows from the journal
         main(["replay", str(tmp_path / "state")])
     assert ended.value.code == 0
+
+
+def test_a_resumed_learner_is_dealt_other_experts_after_its_checkpoint_was_superseded(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(3000)))
+    text = RUN_FILE.replace("groups = 3", "groups = 3, deal_every = 2")
+    text = text.format(run=RUN, folder=tmp_path, address="127.0.0.1:1") + "[checkpoint]\nevery_steps = 2\nkeep = 1\n"
+    syncer = ForkedSyncer(tmp_path, text)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(text.replace("127.0.0.1:1", syncer.address))
+    try:
+        for option, steps in (("--initialise=if-empty", 4), ("--resume", 21)):
+            with pytest.raises(SystemExit, match="0"):
+                main(["train", str(run_file), "--shard", "0", option, "--set", f"run.steps={steps}"])
+        versions = [each["version"] for each in fetch_status(syncer.address, run=RUN)["fragments"]]
+    finally:
+        syncer.kill()
+    assert versions == [3, 2, 2, 7]

@@ -215,16 +215,19 @@ def _sentence(summary: "Summary", model: str) -> str:
 
 def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
     """The function that connects this learner to the syncer; `stopping` interrupts its waiting."""
+    from diloco.training.checkpoint import lineage_of
+
     syncer = config.syncer
     before: Remote | None = None  # of this learner with other experts
+    # Read here: a learner that is dealt other experts attaches again, when its checkpoint may have been superseded.
+    resumed = None if part.resume_from is None else lineage_of(part.resume_from)
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int, holding: "Holding") -> "AnyLearner":
         import diloco
-        from diloco.training.checkpoint import lineage_of
         from diloco.training.mixture import buffer_roles
 
         nonlocal before
-        lineage = None if part.resume_from is None else lineage_of(part.resume_from)
+        lineage = resumed
         if before is not None and before.lineage is not None:
             lineage = asdict(before.lineage)
         before = exchange = diloco.connect(

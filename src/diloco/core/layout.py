@@ -69,7 +69,8 @@ class TensorSpec:
         return self.role in ("averaged", "variance")
 
     def __str__(self) -> str:
-        rows = "" if self.origin is None else f" from row {self.origin.first} of {self.origin.parameter!r}"
+        it = self.origin
+        rows = "" if it is None else f" from row {it.first} of the {it.num_rows} of {it.parameter!r}"
         return f"{self.shape} {self.dtype}{_ROLE_WORDS[self.role]}{rows}"
 
     def rows(self, size: int = 1) -> tuple["TensorSpec", ...]:
