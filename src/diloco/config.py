@@ -545,32 +545,41 @@ def parse_config(
             f'{source}: [pool] and train.holds_experts = "{AUTO}" exclude each other: a learner that is dealt other '
             "experts leaves and would give up its place; drop one of them"
         )
-    _require_holders(config, tables["train"].get("holds_experts"), source)
+    # What is set for one learner, for its process alone, does not count, nor does a file without tables of learners, as
+    # one saves its own.
+    if config.learner:
+        _require_all_held(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
+
+
+def _held(config: RunConfig, shared: str | None) -> list[str | None]:
+    """What each planned learner holds; `shared`: those without a set of their own."""
+    own = [table.get("train", {}).get("holds_experts", shared) for table in config.learner.values()]
+    return [*own, *[shared] * (config.run.learners - len(own))]
 
 
 def _num_dealt(config: RunConfig) -> int:
     """How many planned learners hold experts that the syncer deals."""
-    shared = config.train.holds_experts
-    own = [table.get("train", {}).get("holds_experts", shared) for table in config.learner.values()]
-    return [*own, *[shared] * (config.run.learners - len(own))].count(AUTO)
+    return _held(config, config.train.holds_experts).count(AUTO)
 
 
-def require_dealt(config: RunConfig) -> None:
-    """Raise ConfigError if a run file, with the tables of its learners, deals experts to none of them."""
+def require_holders(config: RunConfig, source: str) -> None:
+    """Raise ConfigError if a run file, with the tables of its learners, deals experts to none of them, or if together
+    they hold not all."""
+    _require_all_held(config, config.train.holds_experts, source)
     cut = config.method.get("fragments")
     for key in ("copies", "deal_every"):
         if isinstance(cut, dict) and key in cut and not _num_dealt(config):
-            raise ConfigError(f'method.fragments.{key} has no effect without train.holds_experts = "{AUTO}"; drop it')
+            raise ConfigError(
+                f'{source}: method.fragments.{key} has no effect without train.holds_experts = "{AUTO}"; drop it'
+            )
 
 
-def _require_holders(config: RunConfig, shared: str | None, source: str) -> None:
+def _require_all_held(config: RunConfig, shared: str | None, source: str) -> None:
     """Raise ConfigError if a run file gives all learners parts of the experts, together not all. `shared`: of those
-    without a set of their own. What is set for one learner, for its process alone, does not count, nor does a file
-    without tables of learners, as one saves its own."""
-    texts = [own.get("train", {}).get("holds_experts", shared) for own in config.learner.values()]
-    texts += [shared] * (config.run.learners - len(texts))
-    if not config.learner or not {None, AUTO}.isdisjoint(texts):
+    without a set of their own."""
+    texts = _held(config, shared)
+    if not {None, AUTO}.isdisjoint(texts):
         return
     held = sorted(pair for text in texts for pair in number_ranges("holds_experts", text))
     missing = 0  # the first expert that is not held

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import diloco
-from diloco.config import RunConfig, parse_config, require_dealt
+from diloco.config import RunConfig, parse_config, require_holders
 from diloco.core.fragments import Whole
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DilocoError, DrainedError, PayloadError, StoppedError
@@ -263,6 +263,12 @@ def dealt(config: PreTrainedConfig, cut: diloco.Fragmentation, num_learners: int
         (MIXTRAL, Whole(), 4, '"auto" finds no experts, since DiLoCo cuts the model by Whole'),
         (LlamaConfig(), CUT, 4, "a model of type llama has no experts to hold"),
         (MIXTRAL, diloco.Experts(groups=4, copies=3), 2, r"copies=3\) is more than the 2 planned learners"),
+        (
+            MIXTRAL,
+            diloco.Experts(groups=4, copies=2, deal_every=1),
+            2,
+            r"no effect where each learner holds all 4 groups",
+        ),
         (MIXTRAL, diloco.Experts(groups=8), 8, "experts 0 are fewer than the 2 that the router chooses"),
         (DEEPSEEK, diloco.Experts(groups=8), 4, r"groups=8\) cuts through the 4 groups of the router"),
         (DEEPSEEK, diloco.Experts(groups=8), 8, "experts 0-1 are fewer than the 4 that the router chooses"),
@@ -329,11 +335,15 @@ def test_the_run_file_tells_for_how_many_learners_experts_are_dealt() -> None:
     for learner in (None, "x", "y"):
         config = parse_config(RUN_FILE, learner=learner)
         assert config.num_dealt == 3
-    require_dealt(parse_config(RUN_FILE))
+    require_holders(parse_config(RUN_FILE), "run.toml")
     assert method_from_table(config.method).dealing == (4, 2, 3)
     for key, line in (("copies", ", deal_every = 3"), ("deal_every", ", copies = 2")):
-        with pytest.raises(ConfigError, match=rf"method\.fragments\.{key} has no effect without train\.holds_experts"):
-            require_dealt(parse_config(RUN_FILE.replace('"auto"', '"0-3"').replace(line, "")))
+        with pytest.raises(ConfigError, match=rf"run.toml: method\.fragments\.{key} has no effect without train\.hol"):
+            require_holders(parse_config(RUN_FILE.replace('"auto"', '"0-7"').replace(line, "")), "run.toml")
+    of_one = RUN_FILE[: RUN_FILE.index("[learner.x]")].replace('"auto"', '"0-3"')  # one machine's file, which is read
+    of_one = parse_config(f'{of_one}[model]\ntype = "mixtral"\nnum_local_experts = 8\n')
+    with pytest.raises(ConfigError, match=r"run.toml: no learner holds expert 4, which would stay"):
+        require_holders(of_one, "run.toml")  # where it is for all
     with pytest.raises(ConfigError, match=r"\[pool\] and train.holds_experts = \"auto\" exclude each other"):
         parse_config(RUN_FILE + '[pool]\nschedule = "halving"\n')
     with pytest.raises(ConfigError, match="excludes error_feedback, which begins anew with each set"):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table, print_result
-from diloco.config import RunConfig, load_config, require_dealt
+from diloco.config import RunConfig, load_config, require_holders
 from diloco.errors import ConfigError
 from diloco.planning.recorded_run import RecordedLearner, is_simulation, read_recorded_run
 from diloco.planning.site import Site, load_site
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
     config = load_config(run_file, overrides or ())
-    require_dealt(config)
+    require_holders(config, str(run_file))
     modelled = None if site is None else load_site(site)
     recorded = None if recorded_run is None else read_recorded_run(recorded_run)
     names = _names(config, modelled, recorded)

@@ -23,8 +23,8 @@ class DealtExperts:
         deal: asks the syncer.
 
     Raises:
-        ConfigError: the method does not cut the model into experts, or wants more copies than there are learners; a
-            router could not choose among the experts of every set.
+        ConfigError: the method does not cut the model into experts, or wants more copies than there are learners, or
+            to deal sets anew that are all experts; a router could not choose among the experts of every set.
     """
 
     def __init__(self, config: PreTrainedConfig, method: Method, num_learners: int, deal: Deal) -> None:
@@ -41,6 +41,11 @@ class DealtExperts:
             )
         self._method, self._deal, self._num_groups = method, deal, cut.groups
         self._size, (_, self._num_experts) = -(-cut.copies * cut.groups // num_learners), num_experts_of(config)
+        if cut.deal_every and self._size == cut.groups:
+            raise ConfigError(
+                f"Experts(deal_every={cut.deal_every}) has no effect where each learner holds all {cut.groups} groups, "
+                f"with copies={cut.copies} for {num_learners} planned learners; drop it, or lower copies."
+            )
         groups = [self._of([group]).experts for group in range(cut.groups)]
         num_choices = getattr(config, "n_group", None) or 1
         of_choice = self._num_experts // num_choices

@@ -13,7 +13,7 @@ import typer
 
 from diloco.cli._options import Overrides
 from diloco.cli._signals import ending_by_signals
-from diloco.config import SyncerTable, load_config, require_dealt
+from diloco.config import SyncerTable, load_config, require_holders
 from diloco.errors import ConfigError, translated
 from diloco.escaping import log_plainly
 from diloco.whole_files import write_whole
@@ -91,7 +91,7 @@ def command(
     log_plainly()
     _share_arenas()
     config = load_config(run_file, overrides or ())
-    require_dealt(config)
+    require_holders(config, str(run_file))
     given = {
         "address": address or None, "state_dir": state_dir, "metrics_port": metrics_port, "page": page,
         "page_port": page_port, "keys": keys or None, "insecure": insecure or None, "standby": standby or None,
