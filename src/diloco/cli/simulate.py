@@ -75,14 +75,19 @@ def command(
 
 
 def _names(config: RunConfig, site: Site | None, recorded: Sequence[RecordedLearner] | None) -> list[str]:
-    """The learners' names. Raises ConfigError where a recorded run and a site file differ in their number."""
-    if recorded is None:
-        return [f"learner-{shard}" for shard in range(config.run.learners)] if site is None else site.names
-    if site is not None and len(recorded) != len(site.names):
+    """The learners' names: of the recorded run or the site file, otherwise of tables of the run file, or learner-SHARD.
+    Raises ConfigError where a recorded run and a site file differ in their number."""
+    if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
             f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; use equal numbers."
         )
-    return [each.name for each in recorded]
+    if recorded is not None:
+        return [each.name for each in recorded]
+    if site is not None:
+        return site.names
+    names = [f"learner-{shard}" for shard in range(config.run.learners)]
+    others = iter([name for name in config.learner if name not in names])
+    return [name if name in config.learner else next(others, name) for name in names]
 
 
 def _has_earlier(directory: Path, replace: bool) -> bool:
