@@ -88,7 +88,8 @@ def check_held(leases: Leases, held_as: Mapping[tuple[str, int], frozenset[int]]
             unheld = by_fate.get(UNHELD, ())
             expected = () if fragment in held_as[one] else lease.units
             require(unheld == expected, f"{one} holds {held_as[one]}; in {fragment} it has {unheld} of {lease.units}")
-            settled = common(settled, lease.settled(fragment))
+            if settled and fragment in held_as[one]:
+                settled = common(settled, lease.settled(fragment))
         require(settled == (), f"{one} has {settled} under lease, which are settled in all that it holds")
 
 
