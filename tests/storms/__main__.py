@@ -7,6 +7,7 @@ python -m tests.storms FIRST-LAST --goes-back     the same with runs that are re
 python -m tests.storms FIRST-LAST --steered       the same with an operator's orders
 python -m tests.storms FIRST-LAST --parts         the same with learners that train parts of a mixture
 python -m tests.storms FIRST-LAST --held          the same with learners that hold parts, of a kind above that is drawn
+python -m tests.storms FIRST-LAST --dealt         the same with such parts, of which the syncer deals most
 python -m tests.storms FIRST-LAST --groups        the same with groups of reinforcement learning and their workers
 python -m tests.storms FIRST-LAST --json          how many, how fast, which faults, and which storms failed, as JSON
 """
@@ -48,14 +49,15 @@ def main() -> int:
     parser.add_argument("--steered", action="store_true", help="an operator gives orders")
     parser.add_argument("--parts", action="store_true", help="learners train parts of a mixture")
     parser.add_argument("--held", action="store_true", help="learners hold parts of a mixture; draws the other kinds")
+    parser.add_argument("--dealt", action="store_true", help="the syncer deals most of these parts; likewise")
     parser.add_argument("--groups", action="store_true", help="learners train groups of reinforcement learning")
     parser.add_argument("--processes", type=int, default=2, help="at a time; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    kinds = "leased", "standby", "goes_back", "steered", "parts", "groups", "held"
+    kinds = "leased", "standby", "goes_back", "steered", "parts", "groups", "held", "dealt"
     kind = {each: getattr(options, each) for each in kinds}
-    if options.held and sum(kind.values()) > 1:
-        parser.error("--held draws the other kinds; give it alone")
+    if (options.held or options.dealt) and sum(kind.values()) > 1:
+        parser.error("--held and --dealt draw the other kinds; give one alone")
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
     if options.faults is not None:

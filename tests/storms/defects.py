@@ -11,6 +11,7 @@ import pytest
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.protocol.accounting import Account, Accounting
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
+from diloco.protocol.dealing import Dealing
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Leases
 from diloco.protocol.members import Deadlines, Member
@@ -319,6 +320,42 @@ HELD: dict[Defect, int] = {
     sees_no_circle_of_learners_that_hold_parts: 316,
 }
 """Of learners that hold parts; each with the first seed to try."""
+
+
+def never_takes_over(patch: pytest.MonkeyPatch) -> None:
+    """Groups without a holder stay without one."""
+    patch.setattr(Dealing, "_balance", lambda self, members: None)
+
+
+def forgets_what_it_dealt(patch: pytest.MonkeyPatch) -> None:
+    """A syncer that is started again."""
+    patch.setattr(Dealing, "restore", lambda self, now, saved, members: None)
+
+
+def keeps_the_sets_of_the_evicted(patch: pytest.MonkeyPatch) -> None:
+    """So that others do not take over."""
+    patch.setattr(Dealing, "lost", lambda self, learner, members: None)
+
+
+def never_turns(patch: pytest.MonkeyPatch) -> None:
+    """Each learner keeps its experts."""
+    patch.setattr(Dealing, "turned", lambda self, versions, members: None)
+
+
+def tells_no_member_what_it_was_dealt(patch: pytest.MonkeyPatch) -> None:
+    """Those that are dealt others stay."""
+    standing = SyncerCore.standing
+    patch.setattr(SyncerCore, "standing", lambda self, *args: replace(standing(self, *args), dealt=()))
+
+
+DEALT: dict[Defect, int] = dict.fromkeys(
+    [
+        never_takes_over, forgets_what_it_dealt, keeps_the_sets_of_the_evicted, never_turns,
+        tells_no_member_what_it_was_dealt,
+    ],
+    1,
+)  # fmt: skip
+"""Likewise, of sets that are dealt."""
 
 DEFECTS: dict[Defect, int] = {
     forgets_that_it_was_merged: 14,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.chaos.versions import BrokenInvariantError, Versions, require
@@ -11,7 +12,9 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.contribution import NOTHING, VERSION
+from diloco.protocol.dealing import balanced
 from diloco.protocol.learner import LearnerCore
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import MergedRound, SavedRun
 
@@ -126,6 +129,27 @@ class Ledger:
             key in self.verdicts and self.verdicts[key] == reason,
             f"{key} is told the verdict {reason}, and {self.verdicts.get(key, 'none')} is durable",
         )
+
+
+def check_dealt(core: SyncerCore, sizes: Mapping[str, int]) -> None:
+    """Of learners whose sets are dealt, members have one, sets keep their sizes, and no group could have more holders.
+
+    Arguments:
+        sizes: by learner, the number of groups that it is dealt; 0: its set is fixed.
+    """
+    dealing, others = core.dealing, []
+    for name, member in core.members.items():
+        require((name in dealing.sets) == (sizes[name] > 0), f"{name} is to be dealt {sizes[name]}: {dealing.sets}")
+        if name not in dealing.sets:
+            others.append([group for group in range(dealing.num_groups) if member.holds(group)])
+    for name, own in dealing.sets.items():
+        require(len(own) == sizes[name], f"{name} was dealt {own}, not {sizes[name]} groups")
+    promised = dealing.sets.keys() - core.members.keys()
+    require(promised <= dealing._promised_until.keys(), f"{promised} have sets, and are neither members nor expected")
+    turn = min(it.version for it in core.fragments[dealing.num_groups :]) // dealing.every if dealing.every else 0
+    require(dealing.saved()["turn"] == turn, f"turn {dealing.saved()['turn']} where it is {turn}")
+    best = balanced(dealing.sets, others, dealing.num_groups, dealing.copies)
+    require(dealing.sets == best, f"{dealing.sets} are dealt beside {others}, where {best} could be")
 
 
 def check_learner(name: str, core: LearnerCore, held: frozenset[int]) -> None:

@@ -49,7 +49,10 @@ class Process:
         held: the fragments that it holds.
     """
 
-    def __init__(self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None) -> None:
+    def __init__(
+        self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None,
+        dealt: frozenset[int] | None,
+    ) -> None:  # fmt: skip
         plan = storm.plan
         self.name, self.index = learner.name, learner.index
         self.number, self.tokens = number, 0
@@ -64,8 +67,9 @@ class Process:
         self._incarnation = 0
         of_process = number % 1000 if checkpoint is None else checkpoint["trains of"]
         self._trains_of, self._trains = of_process, plan.trained_by(learner.index, of_process)
-        held, everything = plan.held_by(learner.index, of_process), frozenset(range(len(plan.sizes)))
-        self.held = storm.ledger.held_by[number] = everything if held is None else held
+        held = plan.held_by(learner.index, of_process) if dealt is None else plan.trunk | dealt
+        self.held = storm.ledger.held_by[number] = frozenset(range(len(plan.sizes))) if held is None else held
+        self._dealt = dealt
         self._counts_routed = plan.num_experts > 0 and storm.draws.unit(f"{self.name} counts routed") < 0.8
         self._seen: Lineage | None = None
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
@@ -80,7 +84,8 @@ class Process:
 
         self.client = StormClient(
             core, self.wire, lambda ring: StormClock(storm, lambda: self._awake(ring)), plan.layout, storm.replicas,
-            initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], held=held, on_news=self._news,
+            initial=self._initial, ready=False, overlap=plan.overlaps[learner.index], held=held,
+            is_dealt=dealt is not None, on_news=self._news,
         )  # fmt: skip
         self.client.accounts = storm.accounts
         self._reader: Reader | None = None
@@ -92,6 +97,10 @@ class Process:
     def incarnation(self) -> int:
         """That its core has started as."""
         return self._incarnation
+
+    def was_dealt_others(self, dealt: tuple[int, ...]) -> bool:
+        """Whether it holds other groups than these that it was dealt."""
+        return self._dealt is not None and dealt not in ((), tuple(sorted(self._dealt)))
 
     @property
     def is_leaving(self) -> bool:
@@ -251,8 +260,7 @@ class Process:
             self._learner.finished(self)
             self._stays = self._stays or self._storm.draws.of(f"{self.name} stays", (False, True))
             if not self._stays:
-                self.is_alive, self._is_leaving = False, True
-                self.client.leave()
+                self._leave()
             return
         if self._reader is not None:
             self._lease()
@@ -321,7 +329,8 @@ class Process:
         assert self.core is not None
         if all(answer in self._tensors.received for answer in self.core.answers_on_their_way()):
             state = {"core": deepcopy(self.core.state_dict()), "tensors": self._tensors.saved()}
-            self._learner.checkpoints.append({**state, "seen": self.client.core.seen, "trains of": self._trains_of})
+            more = {"seen": self.client.core.seen, "trains of": self._trains_of, "dealt": self._dealt}
+            self._learner.checkpoints.append({**state, **more})
 
     def _send(self, send: Send) -> None:
         core, f = self.core, send.fragment
@@ -375,7 +384,23 @@ class Process:
             for flight in core.adopted(fragment, version):
                 if not flight.listed:
                     self._tensors.not_merged(fragment, flight.number)
-        self._go_on()
+        if self._leaves_for_others() and core.step < self._storm.plan.steps:
+            self._leave()
+            self._storm.after(self._storm.draws.between(f"{self.name} builds", 0.05, 4.0), self._learner.start_over)
+        else:
+            self._go_on()
+
+    def _leaves_for_others(self) -> bool:
+        """As `Learner.dealt`, and it holds others."""
+        assert self.core is not None
+        standing = self.client.core.standing
+        has_sent = (self.core.fragments[fragment].pending_steps == 0 for fragment in self.held)
+        is_sent = (all if self.core.sends_together else any)(has_sent)
+        return is_sent and standing is not None and self.was_dealt_others(standing.dealt)
+
+    def _leave(self) -> None:
+        self.is_alive, self._is_leaving = False, True
+        self.client.leave()
 
 
 @dataclass(eq=False)
@@ -424,14 +449,27 @@ class LearnerProcess:
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
     def start(self, checkpoint: dict[str, Any] | None = None) -> None:
-        """A new process. Without a checkpoint it knows of no epoch yet, and would follow any."""
+        """A new process. Without a checkpoint it knows of no epoch yet, and would follow any; it asks for a set that is
+        dealt."""
         impostor = self.storm.impostor
         if impostor is not None and (checkpoint is None or checkpoint["seen"].epoch < impostor.epoch):
             self.storm.after(1.0, lambda: self.start(checkpoint))
             return
+        dealt = None if checkpoint is None else checkpoint["dealt"]
+        if dealt is None and (size := self.storm.plan.num_dealt(self.index)):
+            if self.storm.driver is None or not self.storm.may_publish:
+                self.storm.after(1.0, lambda: self.start(checkpoint))
+                return
+            self.storm.touched()
+            dealt = frozenset(self.storm.driver.deal(self.name, size))
         self._num_processes += 1
-        process = Process(self, self.storm, 1000 * self.index + self._num_processes, checkpoint)
+        process = Process(self, self.storm, 1000 * self.index + self._num_processes, checkpoint, dealt)
         self.processes = [*(each for each in self.processes if each.is_alive or each._is_leaving), process]
+
+    def start_over(self) -> None:
+        """After it has left for another set."""
+        if not self.has_finished and not any(each.is_alive for each in self.processes):
+            self.start()
 
     def finished(self, process: Process) -> None:
         """A process has taken all its steps."""

@@ -155,6 +155,7 @@ class Plan:
         steered: an operator gives orders (`OrderKind`).
         num_experts: of the mixture that the model is; 0: it is none.
         holds: sets of fragments that processes hold (`held_by`); empty: all hold all.
+        dealt: how many groups of experts the syncer deals to each learner; 0: its set is one of `holds`.
         standby: there are two syncers.
         lease_s: of the syncer on its store; infinite: that is a directory.
         shortest_swap_s: of the store.
@@ -181,6 +182,7 @@ class Plan:
     steered: bool = False
     num_experts: int = 0
     holds: tuple[frozenset[int], ...] = ()
+    dealt: tuple[int, ...] = ()
     standby: bool = False
     lease_s: float = math.inf
     shortest_swap_s: float = 0.0
@@ -214,6 +216,15 @@ class Plan:
         comes back from no checkpoint holds others than the one before."""
         return self.holds[(learner + 3 * (process - 1)) % len(self.holds)] if self.holds else None
 
+    def num_dealt(self, learner: int) -> int:
+        """How many groups the syncer deals to a learner; 0: its set is not dealt."""
+        return self.dealt[learner] if self.dealt else 0
+
+    @cached_property
+    def trunk(self) -> frozenset[int]:
+        """The fragments of a mixture that all learners hold."""
+        return frozenset(f for f, own in enumerate(self.method.fragments.experts_of(self.layout)) if not own)
+
     def rules_of(self, learner: int) -> Rules:
         """The method as a learner's state machine knows it."""
         overlap = self.overlaps[learner]
@@ -242,12 +253,13 @@ def _mixture(num_experts: int) -> list[TensorSpec]:
 
 def plan_of(
     seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False, groups: bool = False, held: bool = False,
+    parts: bool = False, groups: bool = False, held: bool = False, dealt: bool = False,
 ) -> Plan:  # fmt: skip
     """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
     `steered`: an operator gives it orders. `parts`: learners train parts of a mixture. `groups`: they train groups of
-    reinforcement learning. `held`: they hold parts of a mixture; which of the others it is besides is drawn."""
-    draws = Draws(seed)
+    reinforcement learning. `held`: they hold parts of a mixture; which of the others it is besides is drawn. `dealt`:
+    they do, and the syncer deals most of these."""
+    draws, held = Draws(seed), held or dealt
     if held:
         leased, kind = draws.unit("is leased") < 0.5, draws.of("kind", _KINDS_OF_HELD)
         standby, goes_back, steered = (kind == each for each in ("standby", "goes back", "steered"))
@@ -258,6 +270,8 @@ def plan_of(
         plan = _with_parts(draws, plan, fewest_groups=1 + held)
     if held:
         plan = _with_held(draws, plan)
+    if dealt:
+        plan = _with_dealt(draws, plan)
     if standby:
         return _with_standby(draws, plan)
     if steered:
@@ -382,10 +396,11 @@ def _of_mixture(draws: Draws, method: Method, num_experts: int, fewest_groups: i
 def _with_held(draws: Draws, plan: Plan) -> Plan:
     """With sets that leave some groups to one learner, or to none until another one comes; and with more learners that
     are late, or that die and come back."""
-    groups = [fragment for fragment, own in enumerate(plan.method.fragments.experts_of(plan.layout)) if own]
-    trunk = frozenset(range(len(plan.sizes))).difference(groups)
+    groups = [fragment for fragment in range(len(plan.sizes)) if fragment not in plan.trunk]
     share = draws.of("share held", (0.3, 0.5, 0.8))
-    holds = [trunk.union(group for group in groups if draws.unit("holds group") < share) for _ in range(NUM_HELD_SETS)]
+    holds = [
+        plan.trunk.union(group for group in groups if draws.unit("holds group") < share) for _ in range(NUM_HELD_SETS)
+    ]
     last = len(plan.step_s) - 1
     starts_s = [
         draws.between("holder starts", 3.0, 15.0) if learner and draws.unit("holder is late") < 0.3 else at_s
@@ -406,6 +421,18 @@ def _with_held(draws: Draws, plan: Plan) -> Plan:
         faults=tuple(sorted(faults, key=lambda it: it.at_s)),
         trains=trains,
     )
+
+
+def _with_dealt(draws: Draws, plan: Plan) -> Plan:
+    """With sets that the syncer deals, of most learners, and perhaps deals anew every few rounds."""
+    is_dealt, cut = [True, *(draws.unit("set is dealt") < 0.8 for _ in plan.step_s[1:])], plan.method.fragments
+    assert isinstance(cut, Experts)
+    num_dealt, turns = sum(is_dealt), draws.whole("deal every", 0, 3)
+    cut = replace(cut, copies=draws.whole("copies", 1, min(2, num_dealt)), deal_every=turns * cut.every)
+    feedback = 0.0 if turns else plan.method.error_feedback  # which excludes turns
+    size = -(-cut.copies * cut.groups // num_dealt)
+    method = replace(plan.method, fragments=cut, error_feedback=feedback)
+    return replace(plan, method=method, dealt=tuple(size * each for each in is_dealt))
 
 
 def _with_standby(draws: Draws, plan: Plan) -> Plan:

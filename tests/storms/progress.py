@@ -18,6 +18,7 @@ from diloco.protocol.rounds.base import Rules
 from diloco.protocol.rounds.late_contributions import num_needed
 
 if TYPE_CHECKING:
+    from tests.storms.learners import Process
     from tests.storms.world import Storm
 
 PATIENCE_S = 120.0
@@ -63,6 +64,8 @@ class Progress:
         self._still: dict[object, tuple[object, float]] = {}
         """What stands still: the learner or fragment, the step or version that it is at, and since when."""
         self._quiet: dict[int, _Quiet] = {}
+        self._leaving: dict[Process, tuple[int, float]] = {}
+        """Of those that were dealt other groups than they hold: their step then, and when that was."""
         rules = Rules.of(storm.plan.method, len(storm.plan.sizes))
         overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
         self._rise_steps = 2 * max(rules.schedule.multiples) * storm.plan.method.sync_every + max(overlaps) + 2
@@ -93,6 +96,9 @@ class Progress:
             self._moves(fragment, version if is_made or len(contributors) >= needed else None)
             if not is_made:
                 self._rises(fragment, version, running)
+        for learner in storm.learners:
+            if learner.name in running:
+                self._leaves(learner.process, running[learner.name], core.dealing.of(learner.name))
         storm.accounts.check_confirmed(core, storm.now_s, storm.quiet_s, tuple(running))
         self.check_members()
 
@@ -147,6 +153,18 @@ class Progress:
                 f"fragment {fragment} is at version {version} since {quiet.since_s:.1f} s, and all learners have taken "
                 f"{steps} steps or more: {storm.standstill()}"
             )
+
+    def _leaves(self, process: Process, step: int, dealt: tuple[int, ...]) -> None:
+        """A learner that was dealt other groups leaves for them, once all is quiet and its work is sent."""
+        storm = self._storm
+        if not process.was_dealt_others(dealt) or not storm.may_publish or storm.quiet_s > storm.now_s:
+            self._leaving.pop(process, None)
+            return
+        first, since_s = self._leaving.setdefault(process, (step, storm.now_s))
+        if storm.quiet_s > since_s:
+            self._leaving[process] = step, storm.now_s
+        elif step - first >= self._rise_steps and storm.now_s - since_s >= self._rises_s:
+            raise BrokenInvariantError(f"{process.name} was dealt {dealt} at step {first}, and is there at step {step}")
 
     def _moves(self, what: object, at: object) -> None:
         """`at`: where it is; None: it need not go on."""

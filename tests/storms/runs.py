@@ -42,7 +42,7 @@ class Failure:
             " --groups": self.plan.workers,
         }  # fmt: skip
         chosen = "".join(option for option, is_chosen in options.items() if is_chosen and not self.plan.holds)
-        chosen = " --held" if self.plan.holds else chosen
+        chosen = " --dealt" if self.plan.dealt else " --held" if self.plan.holds else chosen
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
             f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{chosen}"

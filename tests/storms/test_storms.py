@@ -12,6 +12,7 @@ import torch
 from tests.chaos.versions import BrokenInvariantError
 from tests.run.simulated import Place
 from tests.storms.defects import (
+    DEALT,
     DEFECTS,
     HELD,
     Defect,
@@ -269,6 +270,28 @@ def test_a_defect_of_held_parts_is_found(break_it: Defect, first: int, monkeypat
     break_it(monkeypatch)
     with quiet():
         if not any(run(each, each.faults) for each in (plan_of(seed, held=True) for seed in range(first, first + 60))):
+            pytest.fail("no storm has found it")
+
+
+@pytest.mark.parametrize("first", firsts(12000, 80, 10, 20))
+def test_storms_with_dealt_parts(first: int) -> None:
+    found = failures(range(first, first + 10), dealt=True)
+    assert [str(each) for each in found if each is not None] == []
+
+
+def test_seeds_differ_in_the_parts_that_are_dealt() -> None:
+    plans = [plan_of(seed, dealt=True) for seed in range(200)]
+    assert {plan.method.dealing[1] for plan in plans} == {1, 2}
+    assert {plan.method.dealing[2] > 0 for plan in plans} == {True, False}
+    assert {0 in plan.dealt for plan in plans} == {True, False}  # fixed sets beside them
+    assert {type(plan.method.quorum) for plan in plans} == set(QUORUMS)
+
+
+@pytest.mark.parametrize(("break_it", "first"), DEALT.items())
+def test_a_defect_of_dealt_parts_is_found(break_it: Defect, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        if not any(run(each, each.faults) for each in (plan_of(seed, dealt=True) for seed in range(first, first + 60))):
             pytest.fail("no storm has found it")
 
 

@@ -17,7 +17,7 @@ from tests.storms.counts import Counts
 from tests.storms.draws import Draws
 from tests.storms.drivers import StormDriver
 from tests.storms.groups import GroupBook, GroupProgress, GroupWorker, check_groups
-from tests.storms.invariants import Ledger, check_learner
+from tests.storms.invariants import Ledger, check_dealt, check_learner
 from tests.storms.journals import StormJournal
 from tests.storms.learners import LearnerProcess, Process
 from tests.storms.nodes import DURATIONS_S, RUN, TIMEOUT_S, Node, NodeDoor, ProcessKilled
@@ -255,6 +255,8 @@ class Storm:
                 check_leases(node.driver.core.leases)
                 check_held(node.driver.core.leases, self.ledger.held_as)
                 check_groups(node.driver.core)
+                if self.plan.dealt:
+                    check_dealt(node.driver.core, {it.name: self.plan.dealt[it.index] for it in self.learners})
                 node.check_shown()
 
     # --- the syncers --------------------------------------------------------------------------------------------------
