@@ -15,7 +15,6 @@ python -m tests.storms FIRST-LAST --json          how many, how fast, which faul
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -69,8 +68,7 @@ def main() -> int:
         return failure is not None
     began_s, failed, struck = time.monotonic(), list[str](), Counter[str]()
     parts = [seeds[begin : begin + AT_ONCE] for begin in range(0, len(seeds), AT_ONCE)]
-    # Storms make few cycles, and looking for them often is a fifth of the time.
-    with ProcessPoolExecutor(options.processes, initializer=gc.set_threshold, initargs=(200_000,)) as pool:
+    with ProcessPoolExecutor(options.processes) as pool:
         for said, faults in pool.map(partial(said_of, kind=kind), parts):
             failed += said
             struck += faults

@@ -225,7 +225,7 @@ def test_a_defect_of_parts_is_found(break_it: Defect, monkeypatch: pytest.Monkey
     pytest.fail("no storm has found it")
 
 
-@pytest.mark.parametrize("first", firsts(11000, 80, 10, 20))
+@pytest.mark.parametrize("first", firsts(11000, 60, 10, 10))
 def test_storms_with_held_parts(first: int) -> None:
     found = failures(range(first, first + 10), held=True)
     assert [str(each) for each in found if each is not None] == []
@@ -273,7 +273,7 @@ def test_a_defect_of_held_parts_is_found(break_it: Defect, first: int, monkeypat
             pytest.fail("no storm has found it")
 
 
-@pytest.mark.parametrize("first", firsts(12000, 80, 10, 20))
+@pytest.mark.parametrize("first", firsts(12000, 60, 10, 10))
 def test_storms_with_dealt_parts(first: int) -> None:
     found = failures(range(first, first + 10), dealt=True)
     assert [str(each) for each in found if each is not None] == []
