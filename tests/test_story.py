@@ -107,9 +107,11 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
         merged(132.0, 3, ("c",), members=("c",)).model_copy(update={"fragment": 1}),
     )
     assert [it["absent"] for it in story.since(0, now=133.0)["merges"]][-1] == ["a"]
+    silent = member(9).model_copy(update={"incarnation": 3, "versions": ()})  # nothing was heard of its versions
     syncers(
         story,
-        ev.Joined(t=134.0, learner="a", incarnation=3, holds=((0, 2), (6, 8))),  # and no news of its versions
+        ev.Joined(t=134.0, learner="a", incarnation=3, holds=((0, 2), (6, 8))),
+        ev.Progress(t=134.0, step=9, tokens=330, learners={"a": silent, "c": member(9)}),
         *(
             merged(135.0, 4 + n, ("c",)).model_copy(update={"members": (), "experts": own})
             for n, own in enumerate(GROUPS)

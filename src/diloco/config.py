@@ -545,8 +545,8 @@ def parse_config(
             f'{source}: [pool] and train.holds_experts = "{AUTO}" exclude each other: a learner that is dealt other '
             "experts leaves and would give up its place; drop one of them"
         )
-    # What is set for one learner, for its process alone, does not count, nor does a file without tables of learners, as
-    # one saves its own.
+    # `--set` does not count: it may be for this learner's process alone. Nor does a file without tables of learners: it
+    # may be the one that a learner has saved.
     if config.learner:
         _require_all_held(config, tables["train"].get("holds_experts"), source)
     return config if learner is None else resolved.model_copy(update={"learner": {}})
@@ -564,8 +564,8 @@ def _num_dealt(config: RunConfig) -> int:
 
 
 def require_holders(config: RunConfig, source: str) -> None:
-    """Raise ConfigError if a run file, with the tables of its learners, deals experts to none of them, or if together
-    they hold not all."""
+    """Raise ConfigError if `copies` or `deal_every` has no effect, since no planned learner's experts are dealt, or if
+    the planned learners together do not hold all experts."""
     _require_all_held(config, config.train.holds_experts, source)
     cut = config.method.get("fragments")
     for key in ("copies", "deal_every"):

@@ -151,7 +151,7 @@ def test_a_layout_with_units_goes_through_json_and_one_without_has_the_digest_of
     assert all(len(spec) == 3 for fragment in whole.to_dict()["fragments"] for spec in fragment)  # type: ignore[attr-defined]
     assert layout.digest() != whole.digest()
     unit = layout.units()["layers.0.experts.w_in"][1]
-    assert "from row 1 of the 6 of 'layers.0.experts.w_in'" in str(unit)  # so that a model of more experts differs
+    assert "from row 1 of 'layers.0.experts.w_in' (6 rows)" in str(unit)  # so that a model of more experts differs
 
 
 def test_a_layout_of_another_cut_has_no_experts_by_group() -> None:

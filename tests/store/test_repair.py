@@ -189,8 +189,8 @@ def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, dama
 
 @pytest.mark.parametrize("step", [23, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_byte(tmp_path: Path, step: int) -> None:
-    """Of each object that the manifest names, and of the manifest: a check finds each flipped bit, and a repair goes
-    back to the newest whole version of what is damaged, to the bit."""
+    """Of each object that the manifest names, and of the manifest, every few bytes: a check finds a flipped bit, and
+    a repair goes back to the newest whole version of what is damaged, to the bit."""
     make(tmp_path / "healthy", FEW)
     names = {str(path_of(tmp_path / "healthy", what).relative_to(tmp_path / "healthy")): what for what in DAMAGED}
     whole = contents(tmp_path / "healthy")

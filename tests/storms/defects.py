@@ -328,7 +328,7 @@ def never_takes_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_it_dealt(patch: pytest.MonkeyPatch) -> None:
-    """A syncer that is started again."""
+    """A syncer that is started again has no sets."""
     patch.setattr(Dealing, "restore", lambda self, now, saved, members: None)
 
 

@@ -12,7 +12,6 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.contribution import NOTHING, VERSION
-from diloco.protocol.dealing import balanced
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import FragmentAnswer
@@ -132,7 +131,8 @@ class Ledger:
 
 
 def check_dealt(core: SyncerCore, sizes: Mapping[str, int]) -> None:
-    """Of learners whose sets are dealt, members have one, sets keep their sizes, and no group could have more holders.
+    """Of learners whose sets are dealt, members have one, sets keep their sizes, and no group that has too few holders
+    could have one of another group's.
 
     Arguments:
         sizes: by learner, the number of groups that it is dealt; 0: its set is fixed.
@@ -148,8 +148,11 @@ def check_dealt(core: SyncerCore, sizes: Mapping[str, int]) -> None:
     require(promised <= dealing._promised_until.keys(), f"{promised} have sets, and are neither members nor expected")
     turn = min(it.version for it in core.fragments[dealing.num_groups :]) // dealing.every if dealing.every else 0
     require(dealing.saved()["turn"] == turn, f"turn {dealing.saved()['turn']} where it is {turn}")
-    best = balanced(dealing.sets, others, dealing.num_groups, dealing.copies)
-    require(dealing.sets == best, f"{dealing.sets} are dealt beside {others}, where {best} could be")
+    count = Counter(group for own in (*dealing.sets.values(), *others) for group in own)
+    for own in dealing.sets.values():
+        lacking = [it for it in range(dealing.num_groups) if it not in own and count[it] < dealing.copies]
+        spare = [it for it in own for few in lacking if count[it] >= count[few] + 2]
+        require(not spare, f"{count} learners hold each group; one with {own} could hold one of {lacking} for {spare}")
 
 
 def check_learner(name: str, core: LearnerCore, held: frozenset[int]) -> None:

@@ -186,6 +186,9 @@ class Process:
                 assert self.core is not None
                 if not self._stays and (send := self.core.called(fragment, version)) is not None:
                     self._send(send)
+                    if self._leaves_for_others():  # with work that it has sent only now
+                        self._build()
+                        return
             case Grant():
                 self._granted(news)
             case Hold(is_paused=is_paused):
@@ -384,9 +387,8 @@ class Process:
             for flight in core.adopted(fragment, version):
                 if not flight.listed:
                     self._tensors.not_merged(fragment, flight.number)
-        if self._leaves_for_others() and core.step < self._storm.plan.steps:
-            self._leave()
-            self._storm.after(self._storm.draws.between(f"{self.name} builds", 0.05, 4.0), self._learner.start_over)
+        if self._leaves_for_others():
+            self._build()
         else:
             self._go_on()
 
@@ -396,7 +398,13 @@ class Process:
         standing = self.client.core.standing
         has_sent = (self.core.fragments[fragment].pending_steps == 0 for fragment in self.held)
         is_sent = (all if self.core.sends_together else any)(has_sent)
-        return is_sent and standing is not None and self.was_dealt_others(standing.dealt)
+        is_over = self._stays or self.core.step >= self._storm.plan.steps
+        return is_sent and not is_over and standing is not None and self.was_dealt_others(standing.dealt)
+
+    def _build(self) -> None:
+        """Leave, and join again with the experts that it was dealt."""
+        self._leave()
+        self._storm.after(self._storm.draws.between(f"{self.name} builds", 0.05, 4.0), self._learner.start_over)
 
     def _leave(self) -> None:
         self.is_alive, self._is_leaving = False, True
@@ -458,7 +466,7 @@ class LearnerProcess:
         dealt = None if checkpoint is None else checkpoint["dealt"]
         if dealt is None and (size := self.storm.plan.num_dealt(self.index)):
             if self.storm.driver is None or not self.storm.may_publish:
-                self.storm.after(1.0, lambda: self.start(checkpoint))
+                self.storm.after(1.0, self.start_over)
                 return
             self.storm.touched()
             dealt = frozenset(self.storm.driver.deal(self.name, size))
@@ -467,7 +475,7 @@ class LearnerProcess:
         self.processes = [*(each for each in self.processes if each.is_alive or each._is_leaving), process]
 
     def start_over(self) -> None:
-        """After it has left for another set."""
+        """After it has left for another set, or was not told its set yet."""
         if not self.has_finished and not any(each.is_alive for each in self.processes):
             self.start()
 

@@ -285,20 +285,11 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert call("simulate", str(run), "--dir", str(occupied), "--replace") == 2
         assert "is not a simulation" in capfd.readouterr().err
     assert run.exists()
-    assert call("simulate", str(run), "--site", str(site), "--replace", "--set", "learner.east.train.threads=1") == 2
-    assert "[learner.east] names none of the simulation's learners, near, far; use one of" in capfd.readouterr().err
-    named = [
-        "--set",
-        "learner.east.train.threads=1",
-        "--set",
-        "learner.learner-0.train.threads=1",
-        "--json",
-        "--replace",
-    ]
-    assert call("simulate", str(run), *named) == 0
-    assert list(json.loads(capfd.readouterr().out)["learners"]) == ["learner-0", "east"]
-    assert call("simulate", str(run), *named, "--set", "learner.west.train.threads=1") == 2
-    assert "[learner.west] names none of the simulation's learners, learner-0, east; use" in capfd.readouterr().err
+    own = [f"--set=learner.{name}.train.threads=1" for name in ("east", "learner-0", "west")]
+    assert call("simulate", str(run), *own, "--json", "--replace") == 0
+    out, err = capfd.readouterr()
+    assert list(json.loads(out)["learners"]) == ["learner-0", "east"]
+    assert "without the settings of [learner.west], since the learners are learner-0, east" in err
     site.write_text(SITE + SITE.replace('"near"', '"nearer"').replace('"far"', '"farther"'), encoding="utf-8")
     assert call("simulate", str(run), "--site", str(site), "--replace") == 2
     assert "there are 4 learners to simulate" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """`diloco simulate`: a run file in virtual time, over modelled links and faults."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -43,10 +44,10 @@ def command(
     modelled = None if site is None else load_site(site)
     recorded = None if recorded_run is None else read_recorded_run(recorded_run)
     names = _names(config, modelled, recorded)
-    if unknown := [name for name in config.learner if name not in names]:
-        raise ConfigError(
-            f"{run_file}: [learner.{unknown[0]}] names none of the simulation's learners, {', '.join(names)}; use one "
-            "of these names, or a site file with this one"
+    if unknown := [name for name in _own_names(config) if name not in names]:
+        typer.echo(
+            f"{run_file}: without the settings of [learner.{unknown[0]}], since the learners are {', '.join(names)}",
+            err=True,
         )
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
@@ -86,8 +87,13 @@ def _names(config: RunConfig, site: Site | None, recorded: Sequence[RecordedLear
     if site is not None:
         return site.names
     names = [f"learner-{shard}" for shard in range(config.run.learners)]
-    others = iter([name for name in config.learner if name not in names])
+    others = iter([name for name in _own_names(config) if name not in names])
     return [name if name in config.learner else next(others, name) for name in names]
+
+
+def _own_names(config: RunConfig) -> list[str]:
+    """The names that tables of the run file give to planned learners: not those of controls, or of additional ones."""
+    return [name for name in config.learner if not re.fullmatch(r"learner-\d+|baseline|isolated", name)]
 
 
 def _has_earlier(directory: Path, replace: bool) -> bool:

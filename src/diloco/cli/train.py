@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -215,21 +215,20 @@ def _sentence(summary: "Summary", model: str) -> str:
 
 def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
     """The function that connects this learner to the syncer; `stopping` interrupts its waiting."""
-    from diloco.training.checkpoint import lineage_of
-
     syncer = config.syncer
     before: Remote | None = None  # of this learner with other experts
-    # Read here: a learner that is dealt other experts attaches again, when its checkpoint may have been superseded.
-    resumed = None if part.resume_from is None else lineage_of(part.resume_from)
+    lineage: dict[str, Any] | None = None  # of the run that its checkpoint is of
 
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int, holding: "Holding") -> "AnyLearner":
         import diloco
+        from diloco.training.checkpoint import lineage_of
         from diloco.training.mixture import buffer_roles
 
-        nonlocal before
-        lineage = resumed
+        nonlocal before, lineage
         if before is not None and before.lineage is not None:
             lineage = asdict(before.lineage)
+        elif before is None and part.resume_from is not None:  # later it may have been superseded, and deleted
+            lineage = lineage_of(part.resume_from)
         before = exchange = diloco.connect(
             syncer.address,
             run=config.run.name,

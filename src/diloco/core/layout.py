@@ -70,7 +70,7 @@ class TensorSpec:
 
     def __str__(self) -> str:
         it = self.origin
-        rows = "" if it is None else f" from row {it.first} of the {it.num_rows} of {it.parameter!r}"
+        rows = "" if it is None else f" from row {it.first} of {it.parameter!r} ({it.num_rows} rows)"
         return f"{self.shape} {self.dtype}{_ROLE_WORDS[self.role]}{rows}"
 
     def rows(self, size: int = 1) -> tuple["TensorSpec", ...]:

@@ -72,6 +72,7 @@ class SyncerCore:
         self.pool = pool
         self.deadlines = deadlines or Deadlines()
         self.step = step
+        self.dealing.turned(versions, {})
         self.members: dict[str, Member] = {}
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))

@@ -50,7 +50,7 @@ class LearnerSummary:
 
     def holds(self, merged: Merged) -> bool:
         """Whether its newest incarnation holds the fragment that was merged, as far as is known."""
-        if (it := self.progress) is not None and it.incarnation == self.incarnation:
+        if (it := self.progress) is not None and it.incarnation == self.incarnation and it.versions:
             return it.holds(merged.fragment)
         pairs = [pair for own in merged.experts for pair in own]
         held = pairs if self.held is None else self.held

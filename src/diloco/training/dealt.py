@@ -24,7 +24,7 @@ class DealtExperts:
 
     Raises:
         ConfigError: the method does not cut the model into experts, or wants more copies than there are learners, or
-            to deal sets anew that are all experts; a router could not choose among the experts of every set.
+            has `deal_every` although each set is all experts; a router could not choose among those of every set.
     """
 
     def __init__(self, config: PreTrainedConfig, method: Method, num_learners: int, deal: Deal) -> None:

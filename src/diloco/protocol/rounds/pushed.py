@@ -114,7 +114,8 @@ class PushedLearner(LearnerRounds):
 
     @property
     def sends_together(self) -> bool:
-        return self._rules.schedule.sends_together
+        # Without waiting each fragment is pushed an interval after its own answer arrived.
+        return self._rules.wait and self._rules.schedule.sends_together
 
     def next_round(self, fragment: int) -> int | None:
         """The adopted version, unless a push that was measured from it is unanswered. If late pushes are dropped, a
