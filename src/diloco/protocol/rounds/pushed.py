@@ -112,11 +112,6 @@ class PushedLearner(LearnerRounds):
     def due(self, step: int) -> Sequence[int]:
         return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
 
-    @property
-    def sends_together(self) -> bool:
-        # Without waiting each fragment is pushed an interval after its own answer arrived.
-        return self._rules.wait and self._rules.schedule.sends_together
-
     def next_round(self, fragment: int) -> int | None:
         """The adopted version, unless a push that was measured from it is unanswered. If late pushes are dropped, a
         newer version that may be adopted is adopted first."""
