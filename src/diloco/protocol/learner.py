@@ -156,8 +156,8 @@ class LearnerCore:
 
     @property
     def sends_together(self) -> bool:
-        """Whether there are inner steps after which all fragments are sent. A learner that does not wait may have to send
-        each once its own answer has arrived, or when it is called for it."""
+        """Whether there are inner steps after which all fragments are sent. A learner that does not wait may send each
+        once its own answer has arrived, or when it is called for it."""
         return self.rules.wait and self.rules.schedule.sends_together
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
