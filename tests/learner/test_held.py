@@ -226,7 +226,7 @@ def test_what_excludes_a_part_is_refused() -> None:
         attach_beside_a_whole_one("0-1 of 4", trains_experts="0")
     with pytest.raises(ConfigError, match=r"Learner\(whole=…\) has no effect on a learner that holds the whole model"):
         attach_beside_a_whole_one(None, experts=4, whole=mixture())
-    with pytest.raises(LayoutError, match=r"'layers.0.gate.weight.0' is .*weight' \(4 rows\) here and .*\(6 rows\) there"):
+    with pytest.raises(LayoutError, match=r"'layers.0.gate.weight.0' is .*\(4 rows\) here and .*\(6 rows\) there"):
         attach_beside_a_whole_one("0-1 of 4", whole=mixture(experts=6))
 
 
