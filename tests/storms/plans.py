@@ -427,7 +427,8 @@ def _with_dealt(draws: Draws, plan: Plan) -> Plan:
     """With sets that the syncer deals, of most learners, and perhaps deals anew every few rounds."""
     is_dealt, cut = [True, *(draws.unit("set is dealt") < 0.8 for _ in plan.step_s[1:])], plan.method.fragments
     assert isinstance(cut, Experts)
-    num_dealt, turns = sum(is_dealt), draws.whole("deal every", 0, 3)
+    num_dealt, quorum = sum(is_dealt), plan.method.quorum
+    turns = 0 if isinstance(quorum, diloco.AllLive) and quorum.drop else draws.whole("deal every", 0, 3)
     cut = replace(cut, copies=draws.whole("copies", 1, min(2, num_dealt)), deal_every=turns * cut.every)
     feedback = 0.0 if turns else plan.method.error_feedback  # which excludes turns
     size = -(-cut.copies * cut.groups // num_dealt)

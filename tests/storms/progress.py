@@ -155,8 +155,11 @@ class Progress:
             )
 
     def _leaves(self, process: Process, step: int, dealt: tuple[int, ...]) -> None:
-        """A learner that was dealt other groups leaves for them, once all is quiet and its work is sent."""
+        """A learner that was dealt other groups leaves for them, once all is quiet and its work is sent; where work is
+        dropped, that may take long."""
         storm = self._storm
+        if isinstance(self._quorum, AllLive) and self._quorum.drop:
+            return
         if not process.was_dealt_others(dealt) or not storm.may_publish or storm.quiet_s > storm.now_s:
             self._leaving.pop(process, None)
             return
