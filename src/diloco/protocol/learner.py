@@ -156,9 +156,8 @@ class LearnerCore:
 
     @property
     def sends_together(self) -> bool:
-        """Whether there are inner steps after which all fragments are sent. A learner that does not wait may send each
-        once its own answer has arrived, or when it is called for it."""
-        return self.rules.wait and self.rules.schedule.sends_together
+        """Whether there are inner steps after which all fragments are sent."""
+        return self._rounds.sends_together
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) of every answer that is due, not received, and blocks the learner."""

@@ -285,23 +285,22 @@ def test_dynamic_steps_are_set_by_the_preset_or_with_the_quorum(given: dict[str,
     assert method_from_table({"preset": "AsyncDiLoCo", **given}).quorum == quorum
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_fragments_are_pushed_together_only_where_learners_wait(wait: bool) -> None:
-    """Answers arrive 1 and 3 steps after a push: without waiting, a fragment is pushed an interval after its own
-    answer, and after the first push there is always work of one of them that is not sent."""
-    rules = Rules(Pushed(at_least=1), Schedule(4, 2, 0, (4, 4)), wait=wait)
+def test_fragments_are_not_pushed_together() -> None:
+    """Answers arrive 1 and 3 steps after a push, and a fragment is pushed an interval after its own: after the first
+    push there is always work of one of them that is not sent."""
+    rules = Rules(Pushed(at_least=1), Schedule(4, 2, 0, (4, 4)), wait=False)
     learner = LearnerCore(rules, [0, 0])
     assert rules.schedule.sends_together
-    assert learner.sends_together == wait
+    assert not learner.sends_together
     arrivals, together = dict[int, int](), list[int]()
     for step in range(1, 33):
         arrivals |= {each.fragment: step + (3 if each.fragment else 1) for each in learner.stepped(10)}
         if all(work.pending_steps == 0 for work in learner.fragments):
             together.append(step)
         for fragment, at in list(arrivals.items()):
-            if wait or at == step:
+            if at == step:
                 learner.received(fragment, learner.fragments[fragment].version + 1, 99)
                 del arrivals[fragment]
         for fragment, version in learner.adoptions():
             learner.adopted(fragment, version)
-    assert together == (list(range(4, 33, 4)) if wait else [4])
+    assert together == [4]

@@ -7,8 +7,10 @@ from tests.protocol.driving import restarted
 
 from diloco.core.presets import StreamingDiLoCo
 from diloco.core.quorum import QUORUMS, AllLive
+from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.learner import LearnerCore
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.rounds.scheduled import decide
 from diloco.protocol.syncer import SyncerCore
@@ -89,3 +91,11 @@ def test_how_far_ahead_a_contribution_may_be_follows_from_its_learners_own_overl
 def contribution(learner: str, *, number: int, round_: int, step: int) -> Contribution:
     """Measured from version 0, on 10 tokens."""
     return Contribution(learner, 1, 0, number, round_, 0, 10, 4, trained=10 * number, step=step)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_fragments_are_sent_together_where_the_schedule_says_so_and_learners_wait(wait: bool) -> None:
+    """One that does not wait keeps its work while too many answers are on their way."""
+    together, apart = Schedule(4, 2, 0, (4, 4)), Schedule(4, 2, 0)
+    assert LearnerCore(Rules(AllLive(), together, wait=wait), [0, 0]).sends_together == wait
+    assert not LearnerCore(Rules(AllLive(), apart, wait=wait), [0, 0]).sends_together

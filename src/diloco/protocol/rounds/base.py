@@ -256,6 +256,11 @@ class LearnerRounds(ABC):
     def due(self, step: int) -> Sequence[int]:
         """The fragments to send after inner step `step`, in order."""
 
+    @property
+    def sends_together(self) -> bool:
+        """Whether there are inner steps after which all fragments are sent, whatever answers come when."""
+        return False
+
     @abstractmethod
     def next_round(self, fragment: int) -> int | None:
         """The round of the fragment's next contribution; None: none can be sent now, and the work stays pending."""

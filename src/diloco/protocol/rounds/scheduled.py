@@ -317,6 +317,10 @@ class ScheduledLearner(LearnerRounds):
     def due(self, step: int) -> Sequence[int]:
         return self._rules.schedule.sends(step)
 
+    @property
+    def sends_together(self) -> bool:
+        return self._rules.wait and self._rules.schedule.sends_together
+
     def next_round(self, fragment: int) -> int | None:
         """With an overlap of whole intervals, that many answers may be outstanding at a send. With more outstanding,
         the work stays pending until the next send."""
