@@ -68,6 +68,13 @@ FOUND_WITH_HELD_PARTS = {
 }
 """Likewise."""
 
+FOUND_WITH_DEALT_PARTS = {
+    161: "a learner that does not wait kept other experts than it was dealt, since not all was ever sent at once",
+    625: "the same of pushes that wait and are rejected",
+    12021: "a syncer that began again without its record took the next turn for the first",
+}
+"""Likewise."""
+
 
 @pytest.mark.parametrize("first", firsts(1000, 240, PER_TEST, 120))
 def test_storms(first: int) -> None:
@@ -231,6 +238,12 @@ def test_a_defect_of_parts_is_found(break_it: Defect, monkeypatch: pytest.Monkey
 def test_storms_with_held_parts(first: int) -> None:
     found = failures(range(first, first + 10), held=True)
     assert [str(each) for each in found if each is not None] == []
+
+
+@pytest.mark.parametrize("seed", FOUND_WITH_DEALT_PARTS)
+def test_seeds_with_dealt_parts_that_found_a_defect(seed: int) -> None:
+    with quiet():
+        assert run_seed(seed, dealt=True) is None
 
 
 @pytest.mark.parametrize("seed", FOUND_WITH_HELD_PARTS)

@@ -348,7 +348,7 @@ def test_the_run_file_tells_for_how_many_learners_experts_are_dealt() -> None:
         parse_config(RUN_FILE + '[pool]\nschedule = "halving"\n')
     with pytest.raises(ConfigError, match="excludes error_feedback, which begins anew with each set"):
         diloco.DiLoCo(codec="int4", error_feedback=True, fragments=diloco.Experts(4, deal_every=2))
-    with pytest.raises(ConfigError, match=r"excludes AllLive\(.*: one that is dealt other experts would lose"):
+    with pytest.raises(ConfigError, match=r"excludes AllLive\(.*: a learner that leaves for others would lose"):
         diloco.DiLoCo(quorum=diloco.AllLive(drop=0.5), fragments=diloco.Experts(4, deal_every=2))
     with pytest.raises(ConfigError, match=r"deal_every=3\) deals sets anew while experts are not sent"):
         diloco.Experts(groups=4, every=2, deal_every=3)

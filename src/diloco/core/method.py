@@ -147,7 +147,7 @@ class Method:
             (self.dealing[2] > 0 and self.error_feedback > 0,
              "Experts(deal_every=…) excludes error_feedback, which begins anew with each set that a learner is dealt."),
             (self.dealing[2] > 0 and isinstance(quorum, AllLive) and quorum.drop > 0,
-             f"Experts(deal_every=…) excludes {quorum}: one that is dealt other experts would lose dropped work."),
+             f"Experts(deal_every=…) excludes {quorum}: a learner that leaves for others would lose dropped work."),
             (isinstance(quorum, AllLive) and self.partial == "scale",
              "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present."),
             (isinstance(quorum, AllLive) and quorum.drop > 0 and self.overlap > 0,
