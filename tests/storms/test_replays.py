@@ -44,7 +44,8 @@ def test_every_event_of_the_driver_is_recorded() -> None:
     assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING
     assert is_event(Driver.__init__)
     seeds = (*range(PER_TEST), 35, 49)  # with an upload that is cut off, and with a syncer that is stopped
-    journals = [*map(storm, seeds), storm(0, leased=True), storm(0, steered=True), storm(30_001, groups=True)]
+    of_kinds = storm(0, leased=True), storm(0, steered=True), storm(30_001, groups=True), storm(0, dealt=True)
+    journals = [*map(storm, seeds), *of_kinds]
     recorded = {json.loads(entry)["e"] for journal in journals for entry in journal.entries}
     events = {name for name, method in methods.items() if is_event(method)} | {
         "__init__", "#check", "#close", "#initialise", "#put", "#commit",
@@ -79,11 +80,12 @@ def test_storms_with_leased_data_are_replayed() -> None:
         assert findings.num_equal == findings.num_entries > 0
 
 
-def test_storms_with_held_parts_are_replayed() -> None:
-    plans = {seed: plan_of(seed, held=True) for seed in range(20)}
+@pytest.mark.parametrize("kind", ["held", "dealt"])
+def test_storms_with_held_parts_are_replayed(kind: str) -> None:
+    plans = {seed: plan_of(seed, **{kind: True}) for seed in range(20)}
     seeds = [seed for seed, plan in plans.items() if not (plan.standby or plan.goes_back or plan.steered)]
     for seed in seeds[:6]:
-        findings = storm(seed, held=True).replay().findings
+        findings = storm(seed, **{kind: True}).replay().findings
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0
         assert findings.num_merges_equal == findings.num_merges
