@@ -166,6 +166,14 @@ def test_sets_turn_with_the_rounds_of_the_trunk_and_are_restored() -> None:
     assert again.of("a") == (0,)
 
 
+def test_what_a_member_held_that_is_none_after_going_back_is_dealt() -> None:
+    dealing, members = Dealing(2), {"fixed": member("fixed", (1,))}
+    for learner in "ab":
+        assert dealing.ask(0.0, learner, 1, members) == (0,)
+    dealing.restore(0.0, dealing.saved(), {})
+    assert dealing.sets == {"a": {1}, "b": {0}}
+
+
 def test_a_syncer_tells_its_learners_and_one_that_is_restarted_goes_on() -> None:
     core = SyncerCore(Rules.of(DiLoCo(fragments=Experts(groups=3)), 4), [0] * 4, dealing=Dealing(3))
     for learner in "abcd":

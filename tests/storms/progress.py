@@ -147,7 +147,9 @@ class Progress:
             if storm.quiet_s <= storm.now_s:
                 self._quiet[fragment] = _Quiet(at, storm.now_s, running)
             return
-        steps = min(step - quiet.steps[learner] for learner, step in running.items())
+        # In a scheduled run, what was contributed before the fragment's own step is out of step.
+        base_step = storm.driver.core.fragments[fragment].step if is_scheduled else 0
+        steps = min(step - max(quiet.steps[learner], base_step) for learner, step in running.items())
         if steps >= self._rise_steps and storm.now_s - quiet.since_s >= self._rises_s:
             raise BrokenInvariantError(
                 f"fragment {fragment} is at version {version} since {quiet.since_s:.1f} s, and all learners have taken "

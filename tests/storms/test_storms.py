@@ -71,6 +71,7 @@ FOUND_WITH_HELD_PARTS = {
 FOUND_WITH_DEALT_PARTS = {
     161: "a learner that does not wait kept other experts than it was dealt, since not all was ever sent at once",
     625: "the same of pushes that wait and are rejected",
+    2321: "a group whose only holder was not yet back after going back was dealt to nobody until the next event",
     12021: "a syncer that began again without its record took the next turn for the first",
 }
 """Likewise."""

@@ -137,10 +137,11 @@ class Dealing:
         return {"turn": self._turn, "sets": {learner: sorted(own) for learner, own in self.sets.items()}}
 
     def restore(self, now: float, saved: Mapping[str, Any], members: Mapping[str, Member]) -> None:
-        """Continue from `saved`."""
+        """Continue from `saved`, which may have had more members: of a run that went back, none is one yet."""
         self._turn = saved["turn"]
         self.sets = {learner: frozenset(own) for learner, own in saved["sets"].items()}
         self._promised_until = {learner: now + PROMISED_FOR_S for learner in self.sets if learner not in members}
+        self._balance(members)
 
     def _forget(self, now: float, members: Mapping[str, Member]) -> None:
         """Forget sets of learners that have not joined in time."""
