@@ -3,7 +3,7 @@
 #   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way; with
 #                 ARGS="--store bucket" the syncer of two, over a bucket of this machine; with ARGS=--rl reinforcement learning
 #   make test     the tests that a change needs, in two processes
-#   make test-all all tests, and which lines and branches they run
+#   make test-all all tests; with ARGS=--cov, which lines and branches they run
 #   make lint     ruff, mypy, import directions
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
@@ -65,7 +65,7 @@ package: $(FOR_ALL)
 	$(BIN)/python .ci/package.py
 
 test-all: $(FOR_ALL)
-	$(PYTEST) -m "" --cov --cov-report=term $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 lint: $(FOR_ALL)
 	$(BIN)/ruff check

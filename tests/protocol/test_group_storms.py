@@ -10,8 +10,6 @@ from tests.protocol.group_storms import failure
 from diloco.protocol.groups import Groups
 from diloco.protocol.workers import Workers
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 
 def forgets_scores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "_score", lambda *_: None)

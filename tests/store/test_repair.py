@@ -187,7 +187,6 @@ def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, dama
     assert min(outcomes["repaired"], outcomes["whole"]) > 10
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("step", [23, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_byte(tmp_path: Path, step: int) -> None:
     """Of each object that the manifest names, and of the manifest, every few bytes: a check finds a flipped bit, and

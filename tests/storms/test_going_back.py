@@ -13,8 +13,6 @@ from tests.storms.runs import failures, firsts, quiet, run, run_seed
 from diloco.protocol.accounting import Accounting
 from diloco.protocol.leases import Leases
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 PER_TEST = 10
 
 FOUND = {

@@ -8,8 +8,6 @@ from tests.storms.group_defects import DEFECTS
 from tests.storms.plans import WORKER_FAULTS, plan_of
 from tests.storms.runs import failures, firsts, quiet, run
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 PER_TEST = 1
 
 

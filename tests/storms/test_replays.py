@@ -22,8 +22,6 @@ from diloco.run.driver import Driver
 from diloco.run.journal.replay import Findings
 from diloco.run.ports import is_event
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 PER_TEST = 30
 
 CHANGE_NOTHING = {"fetch", "status"}

@@ -13,8 +13,6 @@ from tests.storms.runs import failures, firsts, quiet, run, run_seed
 from tests.storms.standby import StandbyStorm
 from tests.storms.store_defects import TWO
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 PER_TEST = 4
 
 FOUND = {

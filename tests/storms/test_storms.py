@@ -34,8 +34,6 @@ from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Leases
 from diloco.run.driver import Driver
 
-pytestmark = pytest.mark.no_cover  # counting lines takes twice the time of a storm itself
-
 PER_TEST = 40
 
 FOUND = {
