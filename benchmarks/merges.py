@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco.core.codecs import Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, Merge, RadialDirectional, merged_runs
+from diloco.core.merges import MERGES, Encoded, Merge, RadialDirectional, merge_into
 
 NUM_LEARNERS = 8
 NUM_ELEMENTS = 10_000_000
@@ -64,9 +64,7 @@ def _rows(repeats: int) -> list[dict[str, Any]]:
 
 
 def _merge(how: Merge, contributions: list[Encoded], places: tuple[Placement, ...], momentum: Tensor) -> None:
-    out = torch.empty_like(momentum)
-    for _ in merged_runs(how, Int4(), contributions, places, out.numel(), momentum, out=out):
-        pass
+    merge_into(torch.empty_like(momentum), how, Int4(), contributions, places, momentum)
 
 
 def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Tensor]:

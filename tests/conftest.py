@@ -6,12 +6,14 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from diloco.core import compiled
 
 torch.set_num_threads(1)
 os.environ.pop("DILOCO_KEYS", None)  # the keys of whoever runs the tests are for another run
@@ -20,6 +22,16 @@ os.environ.pop("DILOCO_KEYS", None)  # the keys of whoever runs the tests are fo
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_ = "compute by compiled loops or by torch in every test (`diloco.core.compiled.choose`)"
+    parser.addoption("--arithmetic", choices=get_args(compiled.Arithmetic), default="auto", help=help_)
+
+
+@pytest.fixture(autouse=True)
+def _arithmetic(request: pytest.FixtureRequest) -> None:
+    compiled.choose(request.config.getoption("--arithmetic"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, model_validator
 
+from diloco.core.compiled import Arithmetic
 from diloco.errors import ConfigError, without_key_lines
 from diloco.tables import Table, number_ranges, read_text, read_toml, validate, write_toml
 
@@ -44,6 +45,7 @@ class RunTable(Table):
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>
+    arithmetic: Arithmetic = "auto"  # of rounds: compiled loops or torch operations, of the same bits
 
 
 class ModelTable(BaseModel):
@@ -247,6 +249,7 @@ class SyncerTable(Table):
     page: bool | None = None  # serve the live page; default: only if the syncer's address is loopback
     page_port: int = Field(default=0, ge=0, le=65535)  # loopback port of the live page; 0: any free port
     spool_bytes: int = Field(default=1 << 30, ge=0)  # memory for contributions; beyond it they are spooled to disk
+    threads: int | None = Field(default=None, ge=1)  # that close a round; default: one for each core
     journal: bool = True  # record the events with which `diloco replay` repeats all decisions
     record_contributions: bool = False  # also record every contribution, to repeat all merges
     store: str | None = Field(default=None, min_length=1)  # a directory, or a bucket's URL; default: state_dir

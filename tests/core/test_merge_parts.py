@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merged_runs
-from diloco.core.merges.decoding import RUN_ELEMENTS
-from diloco.core.merges.measures import BLOCK_ELEMENTS, BlockSums, WideScratch, norm
+from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merge_into
+from diloco.core.merges.decoding import RUN_SEGMENTS
+from diloco.core.merges.measures import BLOCK_ELEMENTS, block_sums, norm
 from diloco.core.merges.medians import sorted_vectors
+
+RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 
 
 @pytest.mark.parametrize("num", range(1, 9))
@@ -58,9 +60,7 @@ def test_lengths_are_sums_in_one_order(num_elements: int) -> None:
     padded = torch.zeros(2, -(-num_elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS)
     padded[:, :num_elements] = torch.stack([x, y])
     blocks = padded.double().view(2, -1, BLOCK_ELEMENTS)
-    products = BlockSums(WideScratch(x.device))
-    products.add(x, y)
-    assert products.total() == math.fsum(halves(one * other) for one, other in zip(*blocks, strict=True))
+    assert math.fsum(block_sums(x, y)) == math.fsum(halves(one * other) for one, other in zip(*blocks, strict=True))
     assert norm(x) == math.sqrt(math.fsum(halves(block * block) for block in blocks[0]))
 
 
@@ -137,19 +137,22 @@ def random_contributions(num: int, num_elements: int) -> list[Encoded]:
 
 
 @pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
-def test_a_run_is_final_when_it_is_yielded(how: Merge) -> None:
+def test_a_run_is_final_when_it_is_said_to_be(how: Merge) -> None:
     """Overwriting it, as an outer step does, changes nothing of what comes after it."""
     places, num_elements = tensors(*SIZES), sum(SIZES)
     contributions, momentum = random_contributions(3, num_elements), torch.randn(num_elements)
     whole = merged_vector(how, Int4(), contributions, places, num_elements, momentum)
     out, end = torch.empty(num_elements), 0
-    for run, part in merged_runs(how, Int4(), contributions, places, num_elements, momentum, out=out):
+
+    def final(run: slice) -> None:
+        nonlocal end
         assert run.start == end
         assert run.start % SEGMENT_ELEMENTS == 0
-        assert part.data_ptr() == out[run].data_ptr()
-        assert torch.equal(part, whole[run])
-        part.fill_(math.nan)
+        assert torch.equal(out[run], whole[run])
+        out[run].fill_(math.nan)
         end = run.stop
+
+    merge_into(out, how, Int4(), contributions, places, momentum, final=final)
     assert end == num_elements
 
 

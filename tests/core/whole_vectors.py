@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
-from diloco.core.merges import Encoded, Merge, merged_runs
+from diloco.core.merges import Encoded, Merge, merge_into
 
 
 def merged_vector(
@@ -18,8 +18,7 @@ def merged_vector(
     num_elements: int,
     momentum: Tensor | None = None,
 ) -> Tensor:
-    """All of `merged_runs`: fp32 [num_elements]."""
+    """All of `merge_into`: fp32 [num_elements]."""
     out = torch.empty(num_elements)
-    for _ in merged_runs(how, codec, contributions, places, num_elements, momentum, out=out):
-        pass
+    merge_into(out, how, codec, contributions, places, momentum)
     return out

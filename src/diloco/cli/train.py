@@ -16,6 +16,7 @@ from diloco.cli._output import print_result
 from diloco.cli._preflight import check_directory, look_at_run, with_usable_checkpoint
 from diloco.cli._signals import ending_by_signals
 from diloco.config import RunConfig, load_config
+from diloco.core.compiled import choose
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def command(
         shard = _own_rank()
     name = name or ("baseline" if alone else "isolated" if isolated else f"learner-{shard or 0}")
     config = load_config(run_file, with_keys(overrides, keys), learner=name)
+    choose(config.run.arithmetic)
     if collective and config.pool is not None:
         raise ConfigError("[pool] needs a syncer, since a process group has fixed membership; drop it")
     if shard is None and not alone and config.run.learners > 1 and config.data.deal == "shards":

@@ -50,6 +50,10 @@ class AveragedElements:
                 if each.dim():
                     each[part] = 0
 
+    def are_in(self, run: slice) -> bool:
+        """Whether a run has averaged elements."""
+        return any(True for _ in within(run, self._spans))
+
     def floor(self, run: slice, theta: Tensor) -> None:
         """Set negative variances of a run to 0. `theta`: its new values, changed in place."""
         for part, is_variance in within(run, self._spans):

@@ -17,8 +17,8 @@ Where gradients are exchanged, no outer step is taken, and Θ' = Δ̄ is the mea
 step of their own (`core.averaged`).
 
 `close` and `apply_update` both compute Θ' from the payload, so all holders of a version have the same bits. Both work
-run by run, a run being several whole segments (`codecs.SEGMENT_ELEMENTS`): beside the old and the new version they need
-memory for one run only. A fragment closed in place has two copies of Θ, and one of all else. All tensors are flat fp32
+run by run, a run being several whole segments (`codecs.SEGMENT_ELEMENTS`), in as many threads as the caller has
+(`memory.Each`): beside the old and the new version they need memory for one run of each thread only. A fragment closed in place has two copies of Θ, and one of all else. All tensors are flat fp32
 on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
 within a segment, so shards give the bits of the whole.
 """
@@ -28,23 +28,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.averaged import AveragedElements
 from diloco.core.codecs import SEGMENT_ELEMENTS
-from diloco.core.codecs.codec import Scratch
-from diloco.core.layout import Digest, Placement, digest
-from diloco.core.memory import flush_denormals, new_like, new_vector
-from diloco.core.merges import Encoded, merged_runs, refused_by
+from diloco.core.layout import Placement, digest, digest_of_segments, segment_digests
+from diloco.core.memory import Each, flush_denormals, is_finite, new_like, new_vector, one_by_one
+from diloco.core.merges import Encoded, merge_into, refused_by
+from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
 
-_RUN_ELEMENTS = 32 * SEGMENT_ELEMENTS
-"""Elements of a run: enough to spread the cost of a call, few enough for a processor's cache."""
+_RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +139,7 @@ def close(
     scale: float = 1.0,
     *,
     in_place: bool = False,
+    each: Each = one_by_one,
 ) -> Publication:
     """Merge, take the outer step and encode the answer.
 
@@ -151,30 +153,34 @@ def close(
             the syncer, after the last operation that can fail. Of `held`, the caller may afterwards use only what
             learners fetch (`bare`; with the outer step on the learners, the outer state too); all else belongs to the
             new version. False: `held` does not change. The bits are the same.
+        each: works through the runs; the bits do not depend on it.
 
     Raises (`held` is unchanged then, in place too):
         CorruptPayloadError: a contribution that cannot be decoded.
         NonFiniteError: a result that fp32 or `method.down` cannot hold.
     """
     num_elements = held.theta.numel()
+    compiled.prepare(num_elements)
     refused: tuple[str, ...] = ()
     if method.screen is not None:
-        refused = refused_by(method.screen, method.up, contributions, places, num_elements)
-    kept = [each for each in contributions if each.learner not in refused]
+        refused = refused_by(method.screen, method.up, contributions, places, num_elements, each)
+    kept = [it for it in contributions if it.learner not in refused]
     scale = _scale_without(method, contributions, kept, scale)
     momentum = method.outer.momentum_of(held.outer_state)
     closing = _Closing(method, held, AveragedElements(places), in_place=in_place)
-    for run, merged in merged_runs(method.merge, method.up, kept, places, num_elements, momentum, out=closing.theta):
+
+    def encode(run: slice) -> None:
         if scale != 1.0:
-            merged.mul_(scale)
+            closing.theta[run].mul_(scale)
         closing.encode(run)
+
+    merge_into(closing.theta, method.merge, method.up, kept, places, momentum, final=encode, each=each)
     try:
-        for run in _runs(num_elements):
-            closing.close(run)
+        segments = b"".join(each(closing.close, _runs(num_elements)))
     except CorruptPayloadError as error:  # a defect, and not a refusal: `held` may be partly overwritten
         raise AssertionError(f"{method.down.name} cannot decode what it has encoded.") from error
-    new = closing.finished(held.version + 1)
-    learners, weights = tuple(each.learner for each in kept), tuple(each.weight for each in kept)
+    new = closing.finished(held.version + 1, segments)
+    learners, weights = tuple(it.learner for it in kept), tuple(it.weight for it in kept)
     update = Update(
         held.fragment,
         held.version,
@@ -216,24 +222,25 @@ class AppliedUpdate:
 
 
 def apply_lossless_update(
-    update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
-) -> AppliedUpdate:
+    update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True,
+    each: Each = one_by_one,
+) -> AppliedUpdate:  # fmt: skip
     """The version of an update with the whole fragment, which needs no base; its `theta` is the payload's memory.
 
     Arguments:
-        verify: as in `apply_update`.
+        verify, each: as in `apply_update`.
 
     Raises:
         CorruptPayloadError: a payload that is not `num_elements` fp32 numbers.
         DigestError: the bits differ from those published.
     """
     _require_size(update, payload, 4 * num_elements)
-    theta, whole = payload.view(torch.float32), Digest()
-    whole.update(theta)
+    theta = payload.view(torch.float32)
+    segments = b"".join(each(lambda run: segment_digests(theta[run]), _runs(num_elements)))
+    new = GlobalFragment(update.fragment, update.version, theta, outer_state, None, digest_of_segments(segments))
     if verify:
-        require_digest(update, whole.hex())
-    new = GlobalFragment(update.fragment, update.version, theta, outer_state, None, whole.hex())
-    return AppliedUpdate(new, segments=whole.segments)
+        require_digest(update, new.digest)
+    return AppliedUpdate(new, segments=segments)
 
 
 def apply_update(
@@ -244,6 +251,7 @@ def apply_update(
     places: Sequence[Placement],
     *,
     verify: bool = True,
+    each: Each = one_by_one,
 ) -> AppliedUpdate:
     """The version after an update, with the bits of `close`.
 
@@ -253,6 +261,7 @@ def apply_update(
     Arguments:
         places: the tensors of the fragment.
         verify: compare the digests. False where the update's digest is of a shard, which the caller compares itself.
+        each: works through the runs; the bits do not depend on it.
 
     Raises:
         VersionError: a lossy update whose base is not the version held.
@@ -261,7 +270,7 @@ def apply_update(
     """
     num_elements = held.theta.numel()
     if update.lossless:
-        return apply_lossless_update(update, payload, num_elements, held.outer_state, verify=verify)
+        return apply_lossless_update(update, payload, num_elements, held.outer_state, verify=verify, each=each)
     if update.base != held.version:
         raise VersionError(
             f"the update of fragment {update.fragment} takes version {update.base} to {update.version}, and version "
@@ -270,18 +279,22 @@ def apply_update(
     _require_size(update, payload, method.down.encoded_bytes(num_elements))
     next_ = _NextVersion(method, held, AveragedElements(places), steps=method.outer_at == "learners")
     mean = new_like(held.theta) if method.outer_at == "learners" else None
-    for run in _runs(num_elements):
+
+    def advance(run: slice) -> bytes:
         if mean is not None:
             next_.step(run, next_.decode(payload, run, mean[run]))
         elif method.exchanged == "gradients":  # the payload is the mean gradient, which replaces the one before
             next_.decode(payload, run, next_.theta[run])
         else:
             next_.decode(payload, run, next_.theta[run]).add_(held.theta[run])
-        next_.finish(run)
-    new = next_.finished(update.version)
+        return next_.finish(run)
+
+    compiled.prepare(num_elements)
+    segments = b"".join(each(advance, _runs(num_elements)))
+    new = next_.finished(update.version, segments)
     if verify:
         require_digest(update, new.digest)
-    return AppliedUpdate(new, mean, next_.segments)
+    return AppliedUpdate(new, mean, segments)
 
 
 def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor | None:
@@ -290,7 +303,7 @@ def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor
 
 
 class _NextVersion:
-    """The version after `held` while it is computed, run by run, in order.
+    """The version after `held` while it is computed, run by run. Threads may work on several runs at once.
 
     Arguments:
         steps: whether an outer step is taken. Otherwise the outer state is that of `held`; so is the residual.
@@ -301,40 +314,32 @@ class _NextVersion:
 
     def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, steps: bool) -> None:
         self._method, self._held, self._averaged = method, held, averaged
-        self._digest = Digest()
-        self._scratch = Scratch(held.theta.device)
         self._outer_state = _like(held.outer_state) if steps else held.outer_state
         self._residual = held.residual
         self.theta = new_like(held.theta)
 
     def decode(self, payload: Tensor, run: slice, out: Tensor) -> Tensor:
         """The decoded values of a run."""
-        return self._method.down.decode(payload[self._span(run)], out.numel(), out, self._scratch)
+        return self._method.down.decode(payload[self._span(run)], out.numel(), out)
 
     def step(self, run: slice, delta: Tensor) -> None:
         """Take the outer step of a run, into `theta` and the new outer state. `delta` may be a part of `theta`."""
         self._step(run, delta, self.theta[run], _within(self._outer_state, run))
 
-    def finish(self, run: slice) -> None:
-        """Finish a run whose Θ' is in `theta`: floor variances, flush denormals, add it to the digest."""
+    def finish(self, run: slice) -> bytes:
+        """Finish a run whose Θ' is in `theta`: floor variances, flush denormals; returns the digests of its segments."""
         self._averaged.floor(run, self.theta[run])
-        self._digest.update(flush_denormals(self.theta[run]))
+        return segment_digests(flush_denormals(self.theta[run]))
 
     def _step(self, run: slice, delta: Tensor, out: Tensor, new_state: dict[str, Tensor]) -> None:
         """Take the outer step of a run, written to `out` and `new_state`. `delta` may be `out`."""
         held, state = self._held, _within(self._held.outer_state, run)
         self._averaged.step(self._method.outer, run, state, held.theta[run], delta, out, new_state)
 
-    def finished(self, version: int) -> GlobalFragment:
-        """The new version, once all runs are finished."""
-        return GlobalFragment(
-            self._held.fragment, version, self.theta, self._outer_state, self._residual, self._digest.hex()
-        )
-
-    @property
-    def segments(self) -> bytes:
-        """The digests of the segments of `theta`."""
-        return self._digest.segments
+    def finished(self, version: int, segments: bytes) -> GlobalFragment:
+        """The new version, once all runs are finished. `segments`: the digests of the segments of `theta`."""
+        whole = digest_of_segments(segments)
+        return GlobalFragment(self._held.fragment, version, self.theta, self._outer_state, self._residual, whole)
 
     def _span(self, run: slice) -> slice:
         """The bytes of a run in a payload."""
@@ -354,7 +359,6 @@ class _Closing(_NextVersion):
     def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, in_place: bool) -> None:
         super().__init__(method, held, averaged, steps=method.exchanged != "gradients")
         down = method.down
-        self._encoding = Scratch(held.theta.device)
         self._steps = method.outer_at == "syncer" and method.exchanged != "gradients"
         self._drafts = in_place and self._steps
         if self._drafts:
@@ -370,6 +374,19 @@ class _Closing(_NextVersion):
 
     def encode(self, run: slice) -> None:
         """Encode a run, whose merged outer gradient is in `theta`, and check that its outer step is finite."""
+        if (loops := self._loops(run)) is not None:
+            held, change = self._held, self._draft(run)
+            if not loops.change(
+                self._method.outer,
+                held.theta[run],
+                self.theta[run],
+                self._momentum(run),
+                self._residual_of(run),
+                change,
+            ):
+                raise self._overflows()
+            self._method.down.encode(change, self.payload[self._span(run)])
+            return
         change, new_state = self.theta[run], _within(self._outer_state, run)
         if self._drafts:
             change, new_state = self._draft(run), self._draft_state(run)
@@ -377,7 +394,7 @@ class _Closing(_NextVersion):
         if _publishes_whole(self._method):
             self._require_finite(change)
         else:
-            self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
+            self._method.down.encode(change, self.payload[self._span(run)])
         if self._method.outer_at == "learners":  # every holder takes this step
             sent = self.decode(self.payload, run, self._draft(run))
             self._step(run, sent, sent, new_state)
@@ -387,13 +404,20 @@ class _Closing(_NextVersion):
                 if each.dim():
                     self._require_finite(each)
 
-    def close(self, run: slice) -> None:
-        """Close a run that has been encoded."""
+    def close(self, run: slice) -> bytes:
+        """Close a run that has been encoded; returns the digests of its segments."""
         new = self.theta[run]
+        if (loops := self._loops(run)) is not None and self._residual is not None:
+            sent = self.decode(self.payload, run, self._draft(run))
+            loops.land(
+                self._method.outer, self._held.theta[run], self._momentum(run), self._residual_of(run), sent, new,
+                self._residual[run],
+            )  # fmt: skip
+            return segment_digests(new)
         if self._drafts:
             self._change(run, new, _within(self._outer_state, run))
         if not _publishes_whole(self._method):
-            sent = self.decode(self.payload, run, self._scratch.take("sent", (new.numel(),), torch.float32))
+            sent = self.decode(self.payload, run, self._draft(run))
             if self._residual is not None:
                 torch.sub(new, sent, out=self._residual[run])
             if self._steps:
@@ -402,7 +426,18 @@ class _Closing(_NextVersion):
                 self.step(run, sent)
             else:  # gradients are exchanged
                 new.copy_(sent)
-        self.finish(run)
+        return self.finish(run)
+
+    def _loops(self, run: slice) -> ModuleType | None:
+        """The compiled loops of a run that is closed in place with a lossy update; None: use torch operations."""
+        fits = self._drafts and not self._method.down.lossless and self._method.outer.formula is not None
+        return compiled.loops() if fits and not self._averaged.are_in(run) else None
+
+    def _momentum(self, run: slice) -> Tensor:
+        return self._outer_state[self._method.outer.vectors[0]][run]
+
+    def _residual_of(self, run: slice) -> Tensor | None:
+        return None if self._held.residual is None else self._held.residual[run]
 
     def _change(self, run: slice, out: Tensor, new_state: dict[str, Tensor]) -> Tensor:
         """Compute the values to publish of a run, Θ*, Θ* − Θ + e or Δ̄ + e by the kind of update, into `out`."""
@@ -416,21 +451,23 @@ class _Closing(_NextVersion):
         return out
 
     def _draft(self, run: slice) -> Tensor:
-        return self._scratch.take("draft", (run.stop - run.start,), torch.float32)
+        return torch.empty(run.stop - run.start)
 
     def _draft_state(self, run: slice) -> dict[str, Tensor]:
         return {
-            name: self._scratch.take(name, (run.stop - run.start,), each.dtype) if each.dim() else each.clone()
+            name: torch.empty(run.stop - run.start) if each.dim() else each.clone()
             for name, each in self._held.outer_state.items()
         }
 
     def _require_finite(self, new: Tensor) -> None:
-        low, high = torch.aminmax(new)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise NonFiniteError(
-                f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
-                "find the learner that diverged, or lower the outer learning rate."
-            )
+        if not is_finite(new):
+            raise self._overflows()
+
+    def _overflows(self) -> NonFiniteError:
+        return NonFiniteError(
+            f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
+            "find the learner that diverged, or lower the outer learning rate."
+        )
 
 
 def _runs(num_elements: int) -> Iterator[slice]:

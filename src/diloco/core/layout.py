@@ -393,6 +393,13 @@ def digest_of_segments(segments: bytes) -> str:
     return hashlib.sha256(segments).hexdigest()
 
 
+def segment_digests(part: Tensor) -> bytes:
+    """`Digest.segments` of a vector, or of whole segments of it."""
+    whole = Digest()
+    whole.update(part)
+    return whole.segments
+
+
 def digest(flat: Tensor) -> str:
     """The `Digest` of a whole vector."""
     whole = Digest()

@@ -7,12 +7,31 @@ times the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.buffers import is_small, new_buffer
+
+S, T = TypeVar("S"), TypeVar("T")
+
+
+class Each(Protocol):
+    """Applies a function to items, in any number of threads, and gives the results in the items' order.
+
+    An error is raised in its place in that order; no call is under way any more then.
+    """
+
+    def __call__(self, function: Callable[[S], T], items: Iterable[S], /) -> Iterable[T]: ...
+
+
+def one_by_one(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """`Each` in the calling thread."""
+    return map(function, items)
 
 
 def new_vector(num_elements: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
@@ -48,7 +67,16 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 def flush_denormals(x: Tensor) -> Tensor:
     """Set magnitudes below 2⁻¹²⁶ to +0, in place, so that devices with and without denormals hold the same bits."""
+    if x.device.type == "cpu" and (loops := compiled.loops()) is not None:
+        loops.flush_denormals(x)
+        return x
     for part in blocks(x):
         bits = x[part].view(torch.int32)
         bits.mul_(bits.bitwise_and(_EXPONENT).ne_(0))
     return x
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether x, which is not empty, has neither inf nor NaN; in one pass without a temporary."""
+    low, high = torch.aminmax(x)
+    return math.isfinite(low) and math.isfinite(high)

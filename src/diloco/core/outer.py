@@ -15,13 +15,14 @@ DiLoCo (arXiv 2311.08105, algorithm 1 and section 3.1) compares the three and ta
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.choices import BELOW_1, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.core.memory import blocks, new_like
 from diloco.errors import ConfigError, LayoutError
@@ -39,6 +40,14 @@ class Outer(Choice):
     """Names of the state's vectors; the first one is a decaying sum or mean of outer gradients."""
     counts: ClassVar[bool] = False
     """Whether the state has the number of steps."""
+    formula: ClassVar[Callable[..., Any] | None] = None
+    """Of an optimizer with one vector and no count, its step of one element for compiled loops: from two constants,
+    parameter, outer gradient and state, all `numpy.float32`, to the new parameter and state."""
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        """The first two arguments of `formula`."""
+        raise NotImplementedError
 
     def init(self, num_elements: int) -> State:
         """The state before the first step: `vectors`, flat fp32 of shape (num_elements,), and "step", 0-dimensional."""
@@ -65,6 +74,10 @@ class Outer(Choice):
         new = new_like(params) if out is None else out
         if new_state is None:
             new_state = {name: new_like(each) for name, each in state.items()}
+        if self.formula is not None and params.device.type == "cpu" and (loops := compiled.loops()) is not None:
+            (name,) = self.vectors
+            loops.outer_step(self, params, delta, state[name], new, new_state[name])
+            return new, new_state
         for part in blocks(params):
             state_part = {name: each[part] if each.dim() else each for name, each in state.items()}
             new[part], new_state_part = self.step_block(state_part, params[part], delta[part])
@@ -116,10 +129,18 @@ class Nesterov(Outer):
     lr: float = checked(positive, 0.7)
     momentum: float = checked(BELOW_1, 0.9)
 
+    @staticmethod
+    def formula(mu: Any, lr: Any, theta: Any, delta: Any, momentum: Any) -> Any:
+        momentum = mu * momentum + delta
+        return theta - lr * (mu * momentum + delta), momentum
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        return self.momentum, self.lr
+
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        momentum = state["momentum"].mul(self.momentum).add_(delta)
-        direction = momentum.mul(self.momentum).add_(delta)
-        return _descend(params, direction.mul_(self.lr)), {"momentum": momentum}
+        new, momentum = self.formula(*self.constants, params, delta, state["momentum"])
+        return new, {"momentum": momentum}
 
 
 @dataclass(frozen=True)

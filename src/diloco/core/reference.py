@@ -36,7 +36,7 @@ from torch import Tensor
 
 from diloco.core import adopt
 from diloco.core.layout import Layout, Placement
-from diloco.core.merges import Encoded, merged_runs
+from diloco.core.merges import Encoded, merge_into
 from diloco.core.merges.screens import refused_by
 from diloco.core.method import Method
 from diloco.core.outer import State
@@ -264,8 +264,7 @@ class Reference:
         kept = [each for each in encoded if each.learner not in refused]
         if method.partial == "scale" and refused:
             scale *= math.fsum(each.weight for each in kept) / math.fsum(weights)
-        for _ in merged_runs(method.merge, method.up, kept, places, mean.numel(), momentum, out=mean):
-            pass
+        merge_into(mean, method.merge, method.up, kept, places, momentum)
         self.versions[p].append(_close(method, places, last, mean if scale == 1 else mean * scale))
 
     def _shares(

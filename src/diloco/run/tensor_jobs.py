@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment, close
 from diloco.core.layout import Layout, Placement
+from diloco.core.memory import Each, one_by_one
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.weights import shares_of
@@ -37,13 +38,15 @@ class TensorJobs:
         seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
         in_place: rounds are closed in place (`core.global_fragment.close`), which takes less memory. The run's disk
             must keep bytes of its own, and nothing but `StorePort` may read residuals and the syncer's outer states.
+        each: works through the runs of a round.
     """
 
     def __init__(
-        self, method: Method, seconds: Callable[[], float] | None = time.monotonic, *, in_place: bool = False
-    ) -> None:
+        self, method: Method, seconds: Callable[[], float] | None = time.monotonic, *, in_place: bool = False,
+        each: Each = one_by_one,
+    ) -> None:  # fmt: skip
         self._method = method
-        self._in_place = in_place
+        self._in_place, self._each = in_place, each
         self._seconds = seconds or (lambda: 0.0)
 
     def contribution_bytes(self, fragment: int, num_elements: int) -> int:
@@ -78,7 +81,7 @@ class TensorJobs:
         encoded = encoded_of(action.contributions, action.weights, payloads, action.round, places)
         method = self._method.for_fragment(action.fragment)
         try:
-            closed = close(method, held, encoded, places, action.scale, in_place=self._in_place)
+            closed = close(method, held, encoded, places, action.scale, in_place=self._in_place, each=self._each)
         except PayloadError as error:
             return error
         merge_s = self._seconds() - began_s

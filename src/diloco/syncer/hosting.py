@@ -34,6 +34,7 @@ from diloco.run.ports import Ports, SavedRun
 from diloco.run.published import PublishedStore
 from diloco.run.run_state import RunState
 from diloco.run.tensor_jobs import TensorJobs
+from diloco.run.thread_map import ThreadMap, num_cores
 from diloco.store.format import TensorFormat
 from diloco.store.reading import NOT_WHOLE
 from diloco.syncer.journal import Journal
@@ -101,6 +102,7 @@ class HostedDriver:
         stands: called with each standing, its epoch and the reason.
         claimed: called with the manifest that this process has claimed, before the run is loaded from it.
         recorder: journals the driver's events; None: they are not kept.
+        num_threads: that close a round; None: one for each core.
 
     Attributes:
         jobs: the run's tensor jobs.
@@ -113,7 +115,7 @@ class HostedDriver:
         sharing: Sharing | None = None, keep_s: float = 600.0,
         stands: Callable[[Standing, int, str], None] = lambda *_: None,
         claimed: Callable[[Manifest], None] = lambda _: None, pool: Pool | None = None, budget: Budget | None = None,
-        recorder: Recorder[Slot] | None = None,
+        recorder: Recorder[Slot] | None = None, num_threads: int | None = None,
     ) -> None:  # fmt: skip
         self.run, self.method = run, method
         self._objects, self._spool = objects, spool
@@ -134,7 +136,8 @@ class HostedDriver:
         self.refusal: DilocoError | None = None
         self._is_loading = False
         self._driver: SyncerDriver | None = None
-        self.jobs = TensorJobs(method, in_place=True)
+        self._runs = ThreadMap(num_threads or num_cores())
+        self.jobs = TensorJobs(method, in_place=True, each=self._runs)
         self._threads = JobThreads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._tick(late_s)))
         self._leases = Ticker(lambda _: self._event(self.store.tick), since_boot_s)
@@ -467,6 +470,7 @@ class HostedDriver:
             self._asking.clear()
             self._changed.notify_all()
         self._threads.stop()
+        self._runs.close()
 
     def raise_failure(self) -> None:
         """Raise the error that ended the driver, if there is one."""

@@ -80,6 +80,7 @@ class Options:
         budget: when the run ends.
         metrics_address: for Prometheus, loopback only; None: there are no metrics.
         spool_bytes: memory for contributions; beyond it they go to disk.
+        threads: that close a round; None: one for each core.
         pool: limits the number of learners that train; None: no limit.
         journal: keep a journal, from which `diloco replay` repeats all decisions.
         record_contributions: keep the payloads too, from which it repeats all merges.
@@ -100,6 +101,7 @@ class Options:
     num_learners: int | None = None
     budget: Budget = field(default_factory=Budget)
     spool_bytes: int = 1 << 30
+    threads: int | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     pool: Pool | None = None
     journal: bool = True
@@ -209,6 +211,7 @@ class Syncer:
             deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
             keep_s=options.keep_s, stands=self._stands if is_shared else lambda *_: None, claimed=self._claimed,
             pool=options.pool, budget=options.budget, recorder=self._recorder(options),
+            num_threads=options.threads,
         )  # fmt: skip
         try:
             hosted.start()

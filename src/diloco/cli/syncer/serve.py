@@ -78,6 +78,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
+    from diloco.core.compiled import choose
     from diloco.core.presets import method_from_table
     from diloco.exchange.key_pair import find_keys
     from diloco.protocol.contribution import Budget
@@ -91,6 +92,7 @@ def command(
     log_plainly()
     _share_arenas()
     config = load_config(run_file, overrides or ())
+    choose(config.run.arithmetic)
     require_holders(config, str(run_file))
     given = {
         "address": address or None, "state_dir": state_dir, "metrics_port": metrics_port, "page": page,
@@ -110,6 +112,7 @@ def command(
         num_learners=config.run.learners,
         budget=Budget(config.run.tokens, config.run.steps),
         spool_bytes=table.spool_bytes,
+        threads=table.threads,
         pool=Pool.of(config.pool_values),
         journal=table.journal or table.record_contributions,
         record_contributions=table.record_contributions,

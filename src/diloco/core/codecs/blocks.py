@@ -4,23 +4,25 @@ import functools
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite, whole_and_rest
 from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS, wire_format
 from diloco.errors import CorruptPayloadError
 
 SMALLEST_SCALE = 2.0**-120
 """Blocks that would need a smaller scale are sent as zeros: devices differ in how they treat subnormal values."""
-_SMALLEST_SCALE_BITS = (127 - 120) << 7
+SMALLEST_SCALE_BITS = (127 - 120) << 7
 # Segments whose scratch stays in a core's L2 cache; measured, see benchmarks/codecs.py.
 _CPU_CACHED_SEGMENTS = 8
 _LARGEST_KERNEL_BLOCK = 4096
@@ -41,6 +43,17 @@ class ScaledBlocks(Codec):
     code_bits: ClassVar[int]
     levels: ClassVar[float]
     largest_scale: ClassVar[float]
+
+    code_of: ClassVar[Callable[[Any], Any] | None] = None
+    """The code of x / divisor as a whole number, of which the lowest `code_bits` count, for compiled loops: fp32 as
+    `numpy.float32`, never NaN where the code is used. None: torch computes it."""
+    value_of: ClassVar[Callable[[Any], Any] | None] = None
+    """The value of a code (`numpy.int32`, from 0) at scale 1, as `numpy.float32`."""
+
+    @cached_property
+    def largest_scale_bits(self) -> int:
+        """The bits of `largest_scale` in bf16."""
+        return _bf16_bits(self.largest_scale)
 
     @property
     def name(self) -> str:
@@ -104,6 +117,16 @@ class ScaledBlocks(Codec):
             return None
         return gpu_kernels()
 
+    def _encode(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        if (loops := compiled.loops()) is None or self.code_of is None or x.device.type != "cpu":
+            super()._encode(x, out, scratch)
+        else:
+            refuse_nonfinite(loops.encode(self, x, out))
+
+    def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        if (loops := compiled.reading(self, payload)) is None or not loops.decode(self, payload, out):
+            super()._decode(payload, out, scratch)  # raises in the second case
+
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Few rows at a time, so that their scratch stays in cache; scales, being small, are read for more at once."""
         step = _CPU_CACHED_SEGMENTS if rows.device.type == "cpu" else len(rows)
@@ -144,9 +167,9 @@ class ScaledBlocks(Codec):
         bits = scales.view(torch.int16)  # order as the values do; a sign makes them negative
         smallest, largest = int(bits.amin()), int(bits.amax())
         if smallest == 0:
-            smallest = int(bits.masked_fill(bits == 0, _SMALLEST_SCALE_BITS).amin())
+            smallest = int(bits.masked_fill(bits == 0, SMALLEST_SCALE_BITS).amin())
         # Below are signs and scales with subnormal products, above NaN and scales with products that are not finite.
-        if smallest < _SMALLEST_SCALE_BITS or largest > _bf16_bits(self.largest_scale):
+        if smallest < SMALLEST_SCALE_BITS or largest > self.largest_scale_bits:
             raise CorruptPayloadError(
                 f"the {self.name} payload holds a scale that is neither 0 nor within {SMALLEST_SCALE:.3g} to "
                 f"{self.largest_scale:.3g}; send it again"

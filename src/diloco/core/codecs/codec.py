@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
 from diloco.core.memory import new_like, new_vector
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
@@ -117,12 +118,11 @@ class Codec(ABC):
         Raises NonFiniteError on inf or NaN and on values the format cannot hold, ConfigError on a wrong tensor.
         """
         _require(x, torch.float32, None, "input of encode")
+        compiled.prepare(x.numel())
         if out is None:
             out = new_vector(self.encoded_bytes(x.numel()), torch.uint8, x.device)
         _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
-        x, scratch = x.detach(), scratch or Scratch(x.device)
-        for elements, payload_bytes, rows in self._groups(x.numel(), x.device):
-            self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
+        self._encode(x.detach(), out, scratch or Scratch(x.device))
         return out
 
     def decode(
@@ -137,12 +137,11 @@ class Codec(ABC):
         ConfigError on a wrong tensor.
         """
         self._require_size(payload, num_elements)
+        compiled.prepare(num_elements)
         if out is None:
             out = new_vector(num_elements, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")
-        scratch = scratch or Scratch(payload.device)
-        for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
-            self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
+        self._decode(payload, out, scratch or Scratch(payload.device))
         return out
 
     def check(self, payload: Tensor, num_elements: int) -> None:
@@ -151,6 +150,16 @@ class Codec(ABC):
         scratch = Scratch(payload.device)
         for elements, payload_bytes, rows in self._groups(num_elements, payload.device):
             self.check_rows(payload[payload_bytes].view(rows, -1), (elements.stop - elements.start) // rows, scratch)
+
+    def _encode(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """`encode`, once its arguments are checked."""
+        for elements, payload_bytes, rows in self._groups(x.numel(), x.device):
+            self.encode_rows(x[elements].view(rows, -1), out[payload_bytes].view(rows, -1), scratch)
+
+    def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """`decode`, once its arguments are checked."""
+        for elements, payload_bytes, rows in self._groups(out.numel(), out.device):
+            self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
 
     def _require_size(self, payload: Tensor, num_elements: int) -> None:
         _require(payload, torch.uint8, None, "payload")

@@ -1,8 +1,9 @@
 """E3M0, the 4-bit float of Streaming DiLoCo (arXiv 2501.18512, section 2.4): a sign and 3 bits of exponent."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,17 @@ class E3M0(ScaledBlocks):
         torch.clamp_max(k, 1, out=lowest)
         k.bitwise_right_shift_(1)
         pack_halves(torch.maximum(k, lowest, out=k).bitwise_or_(sign), codes, scratch)
+
+    @staticmethod
+    def code_of(ratio: Any) -> Any:
+        bits = np.float32(ratio).view(np.int32)
+        k = max((bits >> 22) & 0xFF, 239) - 239
+        return max(k >> 1, min(k, 1)) | ((bits >> 28) & 0x08)
+
+    @staticmethod
+    def value_of(code: Any) -> Any:
+        exponent_and_sign = ((code << 23) | (code << 28)) & 0x83800000  # of ± 2^(c − 127), or ± 0 for code 0
+        return np.int32(exponent_and_sign).view(np.float32) * np.float32(2.0**120)
 
     def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
         nibbles = unpack_halves(codes, out.shape[-1], scratch).view(torch.int8)

@@ -1,20 +1,39 @@
 """Floats without scales, little endian: fp32 (lossless), bf16 and fp16 (rounded to nearest, ties to even)."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
+_INFINITY = 0x7F800000
 
-class _Cast(Codec):
+
+class Cast(Codec):
     """Elements cast to one dtype, in order."""
 
     dtype: ClassVar[torch.dtype]
+
+    narrowed: ClassVar[Callable[[Any], Any] | None] = None
+    """From the bits of an fp32 number (`numpy.int32`) those of the cast, for compiled loops. None: torch computes it."""
+    widened: ClassVar[Callable[[Any], Any] | None] = None
+    """From the bits of the cast, as `numpy.int32`, those of the fp32 number."""
+    too_large: ClassVar[int] = _INFINITY
+    """The bits of the smallest fp32 magnitude whose cast is not finite."""
+
+    def _encode(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        if (loops := compiled.reading(self, out)) is None or loops.encode_cast(self, x, out) >= self.too_large:
+            super()._encode(x, out, scratch)  # raises in the second case
+
+    def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        if (loops := compiled.reading(self, payload)) is None or not loops.decode(self, payload, out):
+            super()._decode(payload, out, scratch)  # raises in the second case
 
     @abstractmethod
     def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
@@ -37,11 +56,17 @@ class _Cast(Codec):
 
 
 @dataclass(frozen=True)
-class FP32(_Cast):
+class FP32(Cast):
     """IEEE binary32, bit for bit."""
 
     family: ClassVar[str] = "fp32"
     dtype: ClassVar[torch.dtype] = torch.float32
+
+    @staticmethod
+    def narrowed(bits: Any) -> Any:
+        return bits
+
+    widened = narrowed
 
     @property
     def lossless(self) -> bool:
@@ -55,7 +80,7 @@ class FP32(_Cast):
         out.copy_(x.view(torch.uint8))
 
 
-class _Half(_Cast):
+class _Half(Cast):
     """A 16-bit format: values that would round to inf are refused."""
 
     wider: ClassVar[str]
@@ -83,6 +108,15 @@ class BF16(_Half):
     family: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     wider: ClassVar[str] = "fp32"
+    too_large: ClassVar[int] = 0x7F7F8000  # half a step above the largest value
+
+    @staticmethod
+    def narrowed(bits: Any) -> Any:
+        return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+    @staticmethod
+    def widened(bits: Any) -> Any:
+        return bits << 16
 
 
 @dataclass(frozen=True)
@@ -95,4 +129,4 @@ class FP16(_Half):
 
 
 def _infinity_bits(dtype: torch.dtype) -> int:
-    return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
+    return {torch.float32: _INFINITY, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]

@@ -1,8 +1,9 @@
 """Symmetric integers with a scale, the quantisation step, for each block: int8 and int4."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,14 @@ class Int8(ScaledBlocks):
         integers = _nearest_integers(x, divisor, self.levels, scratch)
         codes.copy_(integers.view(torch.uint8).flatten(1))
 
+    @staticmethod
+    def code_of(ratio: Any) -> Any:
+        return np.int32(min(max(np.rint(ratio), np.float32(-127.0)), np.float32(127.0)))
+
+    @staticmethod
+    def value_of(code: Any) -> Any:
+        return np.float32((code ^ 0x80) - 0x80)
+
     def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
         out.copy_(codes.view(torch.int8).view(out.shape))
         out.mul_(scale)
@@ -51,6 +60,14 @@ class Int4(ScaledBlocks):
     def _encode_blocks(self, x: Tensor, divisor: Tensor, codes: Tensor, scratch: Scratch) -> None:
         integers = _nearest_integers(x, divisor, self.levels, scratch).view(torch.uint8)
         pack_halves(integers.bitwise_and_(scratch.constant(0x0F, torch.uint8)), codes, scratch)
+
+    @staticmethod
+    def code_of(ratio: Any) -> Any:
+        return np.int32(min(max(np.rint(ratio), np.float32(-7.0)), np.float32(7.0)))
+
+    @staticmethod
+    def value_of(code: Any) -> Any:
+        return np.float32((code ^ 0x08) - 0x08)
 
     def _decode_blocks(self, codes: Tensor, scale: Tensor, largest: float, out: Tensor, scratch: Scratch) -> None:
         sixteenfold = unpack_halves(codes, out.shape[-1], scratch).view(torch.int8)

@@ -8,7 +8,7 @@ from diloco.core.merges.heloco import HeLoCo
 from diloco.core.merges.krum import MultiKrum
 from diloco.core.merges.mean import Mean
 from diloco.core.merges.medians import CoordinateMedian, TrimmedMean
-from diloco.core.merges.merge import Merge, merged_runs
+from diloco.core.merges.merge import Merge, merge_into
 from diloco.core.merges.radial import RadialDirectional
 from diloco.core.merges.screens import SCREENS, NormOutliers, NormZScore, Screen, refused_by
 from diloco.core.merges.sender_mean import SenderMean
@@ -30,7 +30,7 @@ __all__ = [
     "Screen",
     "SenderMean",
     "TrimmedMean",
-    "merged_runs",
+    "merge_into",
     "refused_by",
     "shard_of",
 ]

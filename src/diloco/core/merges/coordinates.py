@@ -1,12 +1,12 @@
 """The base of coordinate-wise merges, which need one coordinate's values of all learners at once."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
-from diloco.core.merges.decoding import Decoder, within
+from diloco.core.merges.decoding import SHARED_RUN_SEGMENTS, Decoder, Run, within
 from diloco.core.merges.merge import Merge
 from diloco.core.merges.weighted_sum import means_of
 
@@ -31,14 +31,16 @@ class CoordinateMerge(Merge):
             out: fp32 [n], written.
         """
 
-    def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
+    def merge_runs(self, decoder: Decoder, out: Tensor, final: Callable[[slice], None]) -> None:
         largest = max(each.weight for each in decoder.contributions)
         weights = [each.weight / largest for each in decoder.contributions]
         stretches = [(each.elements, each) for each in means_of(decoder.contributions, decoder.places)]
         has_shares = any(each.shares is not None for each in decoder.contributions)
-        for run, rows in decoder.shared_runs():
-            for part, each in within(run, stretches):
-                merged = out[run][part]
+
+        def merge(run: Run) -> None:
+            rows = run.read_all()
+            for part, each in within(run.elements, stretches):
+                merged = out[run.elements][part]
                 if not each.counting:
                     merged.zero_()
                     continue
@@ -46,4 +48,7 @@ class CoordinateMerge(Merge):
                 own_weights = [each.factors[index] if has_shares else weights[index] for index in each.counting]
                 for block, *own in zip(merged.split(BLOCK_ELEMENTS), *values, strict=True):
                     self.combine(own, own_weights, block)
-            yield run
+            final(run.elements)
+
+        for _ in decoder.each_run(merge, SHARED_RUN_SEGMENTS):
+            pass

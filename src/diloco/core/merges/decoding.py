@@ -3,22 +3,23 @@ checked once, then decoded run by run of whole segments, into reused scratch."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from diloco.core import compiled
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.codec import Scratch
 from diloco.core.layout import Placement
+from diloco.core.memory import Each, one_by_one
 from diloco.errors import ConfigError, CorruptPayloadError
 
-RUN_SEGMENTS = 16
-"""Segments of one learner that are decoded at once: enough to spread the cost of a call, few enough for a processor's
-cache."""
-RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+RUN_SEGMENTS = 8
+"""Segments of one learner that are decoded at once: enough to spread the cost of a call, few enough for a core's cache.
+"""
 
 SHARED_RUN_SEGMENTS = 8
 """Segments where all learners are decoded at once. Distances depend on this number: their blocks begin with each run.
@@ -101,6 +102,8 @@ class Decoder:
         places: the tensors of the vector that is merged.
         num_elements: the length of that vector.
         momentum: of the outer optimizer, fp32 [num_elements]; None: it has none.
+        codec: of the payloads.
+        each: works through the runs.
         device: of the payloads and of all computation.
 
     Raises:
@@ -115,6 +118,7 @@ class Decoder:
         places: Sequence[Placement],
         num_elements: int,
         momentum: Tensor | None = None,
+        each: Each = one_by_one,
     ) -> None:
         if not any(each.weight for each in contributions):
             raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
@@ -123,52 +127,101 @@ class Decoder:
         self.places = places
         self.num_elements = num_elements
         self.momentum = momentum
+        self.codec = codec
         payloads = (payload for each in contributions for payload in each.payloads)
         self.device = next(payloads, torch.empty(0)).device
-        self._codec = codec
-        self._scratch = Scratch(self.device)
+        self.each = each
 
-    def runs(self, num_segments: int = RUN_SEGMENTS) -> Iterator[slice]:
-        """The elements of each run of whole segments; the last one may be shorter."""
+    def each_run(self, function: "Callable[[Run], T]", num_segments: int = RUN_SEGMENTS) -> Iterable[T]:
+        """The results of a function of each run, in order. It may be called for several runs at once, in threads."""
         step = num_segments * SEGMENT_ELEMENTS
-        for start in range(0, self.num_elements, step):
-            yield slice(start, min(start + step, self.num_elements))
+        starts = range(0, self.num_elements, step)
+        return self.each(lambda start: function(Run(self, start, min(start + step, self.num_elements))), starts)
 
-    def read(self, index: int, run: slice, out: Tensor | None = None) -> Tensor:
+    def run_around(self, elements: slice) -> "Run":
+        """The shortest run with these elements."""
+        start = elements.start // SEGMENT_ELEMENTS * SEGMENT_ELEMENTS
+        stop = math.ceil(elements.stop / SEGMENT_ELEMENTS) * SEGMENT_ELEMENTS
+        return Run(self, start, min(stop, self.num_elements))
+
+
+class Run:
+    """A run of whole segments of the vector that is merged; the last one may be shorter.
+
+    Attributes:
+        elements: of the vector.
+    """
+
+    def __init__(self, decoder: Decoder, start: int, stop: int) -> None:
+        self.elements = slice(start, stop)
+        self.contributions, self._decoder = decoder.contributions, decoder
+        self._span = decoder.codec.segment_span(
+            decoder.num_elements, start // SEGMENT_ELEMENTS, math.ceil(stop / SEGMENT_ELEMENTS)
+        )
+        self._scratch = Scratch(decoder.device)
+
+    @property
+    def num_elements(self) -> int:
+        """Its length."""
+        return int(self.elements.stop - self.elements.start)
+
+    def read(self, index: int, out: Tensor | None = None) -> Tensor:
         """The outer gradient of contribution `index` in this run: the sum over its payloads, in `out` or in scratch.
 
         Raises CorruptPayloadError on inf or NaN; it names the learner.
         """
-        out = self._take("decoded", run) if out is None else out
-        span = self._codec.segment_span(
-            self.num_elements, run.start // SEGMENT_ELEMENTS, math.ceil(run.stop / SEGMENT_ELEMENTS)
-        )
+        out = self._take("decoded") if out is None else out
         contribution = self.contributions[index]
         if not contribution.payloads:
             return out.zero_()
         for number, payload in enumerate(contribution.payloads):
-            part = self._decode(contribution, payload[span], self._take("late", run) if number else out)
+            part = self._decode(contribution, payload[self._span], self._take("late") if number else out)
             if contribution.parts and (trained := contribution.parts[number]) is not None:
-                for elements, tensor in within(run, [(each.elements, i) for i, each in enumerate(self.places)]):
+                places = self._decoder.places
+                for elements, tensor in within(self.elements, [(each.elements, i) for i, each in enumerate(places)]):
                     part[elements].mul_(tensor in trained)
             if number:
                 out.add_(part)
         return out
 
-    def shared_runs(self) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Each run of SHARED_RUN_SEGMENTS segments with the outer gradients of all contributions in it, in scratch."""
-        num_elements = min(self.num_elements, SHARED_RUN_SEGMENTS * SEGMENT_ELEMENTS)
-        rows = torch.empty(len(self.contributions), num_elements, dtype=torch.float32, device=self.device)
-        for run in self.runs(SHARED_RUN_SEGMENTS):
-            yield run, [self.read(index, run, row[: run.stop - run.start]) for index, row in enumerate(rows)]
+    def within(self, elements: slice) -> slice:
+        """The place of these elements of the vector in the run."""
+        return slice(elements.start - self.elements.start, elements.stop - self.elements.start)
 
-    def _take(self, name: str, run: slice) -> Tensor:
-        length = min(self.num_elements, RUN_ELEMENTS)
-        return self._scratch.take(name, (length,), torch.float32)[: run.stop - run.start]
+    def squares(self, index: int, elements: slice) -> list[float] | None:
+        """Σ x² of each block of these elements of a contribution (`measures.block_sums`) by compiled loops, if they can;
+        otherwise None."""
+        contribution, codec = self.contributions[index], self._decoder.codec
+        if len(contribution.payloads) != 1 or contribution.parts:
+            return None
+        payload = contribution.payloads[0]
+        if (loops := compiled.reading(codec, payload)) is None:
+            return None
+        found: list[float] | None = loops.decoded_squares(
+            codec, payload, self._decoder.num_elements, elements.start, elements.stop
+        )
+        return found
+
+    def weighted_sum(self, factors: Mapping[int, float], divisor: float, part: slice, out: Tensor) -> bool:
+        """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops, if they can.
+        Returns whether they have."""
+        codec, summed = self._decoder.codec, [self.contributions[index] for index in factors]
+        if not summed or any(len(each.payloads) != 1 or each.parts for each in summed):
+            return False
+        payloads = [each.payloads[0][self._span] for each in summed]
+        loops = [compiled.reading(codec, each) for each in payloads]
+        return None not in loops and loops[0].weighted_sum(codec, payloads, [*factors.values()], divisor, part, out)
+
+    def read_all(self) -> list[Tensor]:
+        """The outer gradients of all contributions in this run."""
+        return [self.read(index, self._take(f"row {index}")) for index in range(len(self.contributions))]
+
+    def _take(self, name: str) -> Tensor:
+        return self._scratch.take(name, (self.num_elements,), torch.float32)
 
     def _decode(self, contribution: Encoded, payload: Tensor, out: Tensor) -> Tensor:
         try:
-            return self._codec.decode(payload, out.numel(), out, self._scratch)
+            return self._decoder.codec.decode(payload, out.numel(), out, self._scratch)
         except CorruptPayloadError as error:
             raise CorruptPayloadError(
                 f"the contribution of {contribution.learner} cannot be merged: {error}"

@@ -1,16 +1,14 @@
 """The base of merges that are weighted sums: measurements, coefficients, and the one loop that sums contributions."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from diloco.core.merges.decoding import Decoder, within
-from diloco.core.merges.measures import BlockSums, WideScratch
+from diloco.core.merges.decoding import Decoder, Run, within
+from diloco.core.merges.measures import lengths_of
 from diloco.core.merges.merge import Merge
 from diloco.core.merges.weighted_sum import WeightedSum, means_of
 
@@ -30,38 +28,45 @@ class LinearMerge(Merge, Generic[MeasuredT]):
     def coefficients(self, decoder: Decoder, measured: MeasuredT) -> Sequence[WeightedSum]:
         """The sums, in order and without gaps. Pure arithmetic, which decodes nothing."""
 
-    def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
+    def merge_runs(self, decoder: Decoder, out: Tensor, final: Callable[[slice], None]) -> None:
         sums = [(each.elements, each) for each in self.coefficients(decoder, self.measure(decoder))]
-        scratch = WideScratch(decoder.device) if any(each.length is not None for _, each in sums) else None
-        lengths: dict[int, BlockSums] = {}
-        pending: list[slice] = []  # runs that wait for a tensor in them to be scaled
-        for run in decoder.runs():
-            inside = list(within(run, sums))
-            add_up(decoder, run, inside, out[run])
-            first_open = run.stop
-            for part, each in inside:
-                if each.length is None or scratch is None:
-                    continue
-                start = each.elements.start
-                lengths.setdefault(start, BlockSums(scratch)).add(out[run][part])
-                if each.elements.stop <= run.stop:
-                    _scale_to_length(decoder, each, math.sqrt(lengths.pop(start).total()), out)
-                else:
-                    first_open = start
-            pending.append(run)
-            while pending and pending[0].stop <= first_open:
-                yield pending.pop(0)
+        scaled_ = [each.elements for _, each in sums if each.length is not None]
+
+        def add(run: Run) -> None:
+            add_up(run, decoder.momentum, list(within(run.elements, sums)), out[run.elements])
+            if not scaled_:
+                final(run.elements)
+
+        for _ in decoder.each_run(add):
+            pass
+        if not scaled_:
+            return
+        lengths = {it.start: each for it, each in zip(scaled_, lengths_of(decoder, scaled_, out), strict=True)}
+
+        def scale(run: Run) -> None:
+            for part, each in within(run.elements, sums):
+                if each.length is not None:
+                    _scale_to_length(run, decoder, part, each, lengths[each.elements.start], out[run.elements])
+            final(run.elements)
+
+        for _ in decoder.each_run(scale):
+            pass
 
 
-def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum]], out: Tensor) -> None:
+def add_up(run: Run, momentum: Tensor | None, sums: Sequence[tuple[slice, WeightedSum]], out: Tensor) -> None:
     """Write the sums of a run to `out` (fp32, the run), each at its slice; elements outside these do not change."""
+    sums = [
+        (part, each)
+        for part, each in sums
+        if each.towards or not run.weighted_sum(each.factors, each.divisor, part, out)
+    ]
     for index in sorted({index for _, each in sums for index in each.factors}):
         own = [(part, each) for part, each in sums if index in each.factors]
         if len(own) == 1 and own[0][0] == slice(0, len(out)) and index == min(own[0][1].factors):
             # A run of one sum: its first contribution is decoded straight into `out`.
-            scaled(decoder.read(index, run, out), own[0][1].factors[index])
+            scaled(run.read(index, out), own[0][1].factors[index])
         else:
-            decoded = decoder.read(index, run)
+            decoded = run.read(index)
             for part, each in own:
                 share, target = scaled(decoded[part], each.factors[index]), out[part]
                 if index == min(each.factors):
@@ -69,8 +74,8 @@ def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum
                 else:
                     target.add_(share)
         for part, each in own:
-            if decoder.momentum is not None and index in each.towards:
-                out[part].add_(scaled(decoder.momentum[run][part].clone(), each.towards[index]))
+            if momentum is not None and index in each.towards:
+                out[part].add_(scaled(momentum[run.elements][part].clone(), each.towards[index]))
     for part, each in sums:
         if not each.factors:
             out[part].zero_()
@@ -89,16 +94,14 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x.copy_(x.double().mul_(factor))
 
 
-def _scale_to_length(decoder: Decoder, sum_: WeightedSum, length: float, out: Tensor) -> None:
-    """Scale a complete sum in `out` to its length; a sum without a direction is replaced by the weighted mean."""
+def _scale_to_length(run: Run, decoder: Decoder, part: slice, sum_: WeightedSum, length: float, out: Tensor) -> None:
+    """Scale the part of a complete sum that is in a run to its length; a sum without a direction is replaced by the
+    weighted mean. `out`: fp32, the run."""
     if sum_.length is not None and length >= sum_.shortest:
-        scaled(out[sum_.elements], sum_.length / length)
+        scaled(out[part], sum_.length / length)
         return
-    own = slice(sum_.elements.start, sum_.elements.stop)
-    means = means_of(decoder.contributions, decoder.places)
-    spans = [
-        (own, replace(each, elements=own)) for each in means if each.elements.start <= own.start < each.elements.stop
+    means = [(each.elements, each) for each in means_of(decoder.contributions, decoder.places)]
+    inside = [
+        (slice(max(own.start, part.start), min(own.stop, part.stop)), each) for own, each in within(run.elements, means)
     ]
-    for run in decoder.runs():
-        if inside := list(within(run, spans)):
-            add_up(decoder, run, inside, out[run])
+    add_up(run, decoder.momentum, [(own, each) for own, each in inside if own.start < own.stop], out)

@@ -18,7 +18,7 @@ class Mean(LinearMerge[None]):
 
     >>> one, two = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [3.0, 6.0]))
     >>> contributions = [Encoded("a", (one,), 1.0), Encoded("b", (two,), 3.0)]
-    >>> [(_, mean)] = merged_runs(Mean(), codec, contributions, places, 2, out=torch.empty(2))   # [2.5, 5.0]
+    >>> merge_into(mean := torch.empty(2), Mean(), codec, contributions, places)   # [2.5, 5.0]
     """
 
     elementwise: ClassVar[bool] = True

@@ -8,121 +8,90 @@ those elements), to be comparable to the length of a whole contribution.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from diloco.core.merges.decoding import RUN_ELEMENTS, Decoder, within
+from diloco.core import compiled
+from diloco.core.codecs.chunks import fold
+from diloco.core.merges.decoding import SHARED_RUN_SEGMENTS, Decoder, Run, within
 from diloco.core.merges.weighted_sum import WeightedSum
 
 BLOCK_ELEMENTS = 4096
+PIECE_ELEMENTS = 64 * BLOCK_ELEMENTS
+"""Elements that are measured at once."""
+
+T = TypeVar("T")
 
 
-class BlockSums:
-    """Σ x·y of two vectors that are added piece by piece, or Σ x². Less than a block is kept from piece to piece."""
-
-    def __init__(self, scratch: "WideScratch") -> None:
-        self._scratch = scratch
-        self._sums: list[float] = []
-        self._rest: tuple[Tensor, ...] = ()
-
-    def add(self, x: Tensor, y: Tensor | None = None) -> None:
-        """The next elements, flat fp32; `y` None: x itself. All pieces of a vector have a `y`, or none has."""
-        for start in range(0, x.numel(), RUN_ELEMENTS):
-            part = slice(start, start + RUN_ELEMENTS)
-            self._add((x[part],) if y is None else (x[part], y[part]))
-
-    def end(self) -> None:
-        """End the vectors: the last block is padded with zeros, and the next piece begins a new block."""
-        if self._rest and self._rest[0].numel():
-            missing = BLOCK_ELEMENTS - self._rest[0].numel()
-            self._add(tuple(each.new_zeros(missing) for each in self._rest))
-        self._rest = ()
-
-    def total(self) -> float:
-        """The sum over all pieces."""
-        self.end()
-        return math.fsum(self._sums)
-
-    def _add(self, pieces: tuple[Tensor, ...]) -> None:
-        wide = self._scratch.widen(self._rest or tuple(each[:0] for each in pieces), pieces)
-        num_blocks, rest = divmod(wide[0].numel(), BLOCK_ELEMENTS)
-        self._rest = tuple(each[num_blocks * BLOCK_ELEMENTS :].clone() for each in wide) if rest else ()
-        if num_blocks:
-            self._sums += self._scratch.block_sums(num_blocks, product=len(pieces) == 2)
-
-
-class WideScratch:
-    """Two fp64 vectors of a run and a block, used for one piece after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._wide = torch.empty(2, RUN_ELEMENTS + BLOCK_ELEMENTS, dtype=torch.float64, device=device)
-        self._halves: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def widen(self, rest: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The rest of the piece before, followed by this piece, in fp64."""
-        wide = tuple(
-            row[: before.numel() + piece.numel()] for row, before, piece in zip(self._wide, rest, pieces, strict=False)
-        )
-        for row, before, piece in zip(wide, rest, pieces, strict=True):
-            row[: before.numel()].copy_(before)
-            row[before.numel() :].copy_(piece)
-        return wide
-
-    def block_sums(self, num_blocks: int, *, product: bool) -> list[float]:
-        """The sums of the first blocks of what was widened last, which are overwritten.
-
-        A product of two fp32 numbers is exact in fp64, so `addcmul_` rounds once, whether the device fuses it or not.
-        """
-        if num_blocks not in self._halves:
-            self._halves[num_blocks] = self._views(num_blocks)
-        (low, high), (low_factor, high_factor), *halves = self._halves[num_blocks]
-        if not product:
-            low_factor, high_factor = low, high
-        low.mul_(low_factor).addcmul_(high, high_factor)
-        for low, high in halves:
-            low.add_(high)
-        sums: list[float] = low.flatten().tolist()
-        return sums
-
-    def _views(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """(lower, upper) halves: of both vectors' blocks, then of what each halving leaves of the first one's."""
-        x, y = self._wide[:, : num_blocks * BLOCK_ELEMENTS].view(2, num_blocks, BLOCK_ELEMENTS)
-        width = BLOCK_ELEMENTS // 2
-        halves = [(x[:, :width], x[:, width:]), (y[:, :width], y[:, width:])]
-        while width > 1:
-            width //= 2
-            halves.append((x[:, :width], x[:, width : 2 * width]))
-        return halves
+def block_sums(x: Tensor, y: Tensor | None = None) -> list[float]:
+    """Σ x·y of each block, or Σ x²: flat fp32; the last block is padded with zeros."""
+    if missing := -x.numel() % BLOCK_ELEMENTS:
+        x = torch.cat([x, x.new_zeros(missing)])
+        y = None if y is None else torch.cat([y, y.new_zeros(missing)])
+    if x.device.type == "cpu" and (loops := compiled.loops()) is not None:
+        found: list[float] = loops.block_sums(x, x if y is None else y)
+        return found
+    wide = x.double().view(-1, BLOCK_ELEMENTS)
+    low, high = wide.chunk(2, 1)
+    low_factor, high_factor = (wide if y is None else y.double().view(-1, BLOCK_ELEMENTS)).chunk(2, 1)
+    # A product of two fp32 numbers is exact in fp64, so `addcmul_` rounds once, whether the device fuses it or not.
+    sums: list[float] = fold(low.mul(low_factor).addcmul_(high, high_factor)).flatten().tolist()
+    return sums
 
 
 def norm(x: Tensor) -> float:
     """‖x‖ of a flat fp32 vector."""
-    sums = BlockSums(WideScratch(x.device))
-    sums.add(x)
-    return math.sqrt(sums.total())
+    return math.sqrt(math.fsum(chain.from_iterable(map(block_sums, x.split(PIECE_ELEMENTS)))))
+
+
+def pieces_of(stretches: Iterable[tuple[slice, T]]) -> Iterator[list[tuple[slice, T]]]:
+    """Stretches of a vector cut into pieces of at most PIECE_ELEMENTS, whole blocks but for the last of a stretch; those
+    next to each other come together, up to about as many elements."""
+    pieces, num_elements = list[tuple[slice, T]](), 0
+    for elements, value in stretches:
+        for start in range(elements.start, elements.stop, PIECE_ELEMENTS):
+            pieces.append((slice(start, min(start + PIECE_ELEMENTS, elements.stop)), value))
+            num_elements += PIECE_ELEMENTS if len(pieces) == 1 else pieces[-1][0].stop - pieces[-2][0].stop
+            if num_elements >= PIECE_ELEMENTS:
+                yield pieces
+                pieces, num_elements = [], 0
+    if pieces:
+        yield pieces
 
 
 def contribution_norms(decoder: Decoder) -> list[float]:
     """‖v‖ of every contribution, over the tensors that its learner trains; its values of other tensors are ignored."""
-    scratch = WideScratch(decoder.device)
     untrained = [
         [place.elements for place_index, place in enumerate(decoder.places) if not each.trains(place_index)]
         for each in decoder.contributions
     ]
-    sums = [BlockSums(scratch) for _ in untrained]
-    for run in decoder.runs():
+
+    def sums_of(pieces: list[tuple[slice, None]]) -> list[list[float]]:
+        [(piece, _)] = pieces
+        own, found = decoder.run_around(piece), []
         for index, gaps in enumerate(untrained):
-            decoded = decoder.read(index, run)
+            if not gaps and (sums := own.squares(index, piece)) is not None:
+                found.append(sums)
+                continue
+            decoded = own.read(index)[own.within(piece)]
             for gap in gaps:
-                decoded[max(0, gap.start - run.start) : max(0, gap.stop - run.start)].zero_()
-            sums[index].add(decoded)
+                decoded[max(0, gap.start - piece.start) : max(0, gap.stop - piece.start)].zero_()
+            found.append(block_sums(decoded))
+        return found
+
+    sums: list[list[float]] = [[] for _ in untrained]
+    for found in decoder.each(sums_of, pieces_of([(slice(0, decoder.num_elements), None)])):
+        for own, piece in zip(sums, found, strict=True):
+            own += piece
     norms = []
     for own, gaps in zip(sums, untrained, strict=True):
         trained = decoder.num_elements - sum(gap.stop - gap.start for gap in gaps)
-        norms.append(math.sqrt(own.total() * (decoder.num_elements / trained)) if trained else 0.0)
+        norms.append(math.sqrt(math.fsum(own) * (decoder.num_elements / trained)) if trained else 0.0)
     return norms
 
 
@@ -134,32 +103,52 @@ class Measured:
     along: float = 0.0
 
 
+Key = tuple[int, int]
+"""(tensor, contribution)."""
+
+
 def measure_tensors(
     decoder: Decoder, learners: Mapping[int, Sequence[int]], momentum: Tensor | None = None
-) -> dict[tuple[int, int], Measured]:
+) -> dict[Key, Measured]:
     """Measurements by (tensor, contribution). `learners`: of each tensor to measure, the contributions to measure."""
-    scratch = WideScratch(decoder.device)
+
+    def sums_of(pieces: list[tuple[slice, int]]) -> list[tuple[Key, list[float], list[float]]]:
+        own, found = decoder.run_around(slice(pieces[0][0].start, pieces[-1][0].stop)), []
+        for index in sorted({index for _, tensor in pieces for index in learners[tensor]}):
+            decoded: Tensor | None = None
+            for piece, tensor in pieces:
+                if index not in learners[tensor]:
+                    continue
+                if momentum is None and (squares := own.squares(index, piece)) is not None:
+                    found.append(((tensor, index), squares, []))
+                    continue
+                decoded = own.read(index) if decoded is None else decoded
+                part = decoded[own.within(piece)]
+                along = [] if momentum is None else block_sums(part, momentum[piece])
+                found.append(((tensor, index), block_sums(part), along))
+        return found
+
     keys = [(tensor, index) for tensor in sorted(learners) for index in learners[tensor]]
-    squares = {key: BlockSums(scratch) for key in keys}
-    products = {key: BlockSums(scratch) for key in keys if momentum is not None}
+    sums: dict[Key, tuple[list[float], list[float]]] = {key: ([], []) for key in keys}
     wanted = [(decoder.places[tensor].elements, tensor) for tensor in sorted(learners)]
-    for run in decoder.runs():
-        inside = list(within(run, wanted))
-        for index in sorted({index for _, tensor in inside for index in learners[tensor]}):
-            decoded = decoder.read(index, run)
-            for part, tensor in inside:
-                if index in learners[tensor]:
-                    squares[tensor, index].add(decoded[part])
-                    if momentum is not None:
-                        products[tensor, index].add(decoded[part], momentum[run][part])
-        for _, tensor in inside:
-            if decoder.places[tensor].elements.stop <= run.stop:
-                for sums in (each[tensor, index] for each in (squares, products) if each for index in learners[tensor]):
-                    sums.end()
-    return {
-        key: Measured(math.sqrt(squares[key].total()), products[key].total() if momentum is not None else 0.0)
-        for key in keys
-    }
+    for found in decoder.each(sums_of, pieces_of(wanted)):
+        for key, squares, products in found:
+            sums[key][0].extend(squares)
+            sums[key][1].extend(products)
+    return {key: Measured(math.sqrt(math.fsum(own)), math.fsum(along)) for key, (own, along) in sums.items()}
+
+
+def lengths_of(decoder: Decoder, stretches: Sequence[slice], x: Tensor) -> list[float]:
+    """‖·‖ of each stretch of a vector (fp32), by the decoder's threads."""
+    sums: list[list[float]] = [[] for _ in stretches]
+
+    def sums_of(pieces: list[tuple[slice, int]]) -> list[tuple[int, list[float]]]:
+        return [(index, block_sums(x[piece])) for piece, index in pieces]
+
+    for found in decoder.each(sums_of, pieces_of([(each, index) for index, each in enumerate(stretches)])):
+        for index, own in found:
+            sums[index] += own
+    return [math.sqrt(math.fsum(each)) for each in sums]
 
 
 Matrix = list[list[float]]
@@ -170,16 +159,25 @@ def squared_distances(decoder: Decoder, stretches: Sequence[WeightedSum]) -> lis
 
     Blocks begin with each run of a stretch. All contributions of a run are decoded at a time.
     """
-    scratch, num = WideScratch(decoder.device), len(decoder.contributions)
-    sums = [{(i, j): BlockSums(scratch) for i in each.counting for j in each.counting if j < i} for each in stretches]
+    num = len(decoder.contributions)
+    sums: list[dict[tuple[int, int], list[float]]] = [
+        {(i, j): [] for i in each.counting for j in each.counting if j < i} for each in stretches
+    ]
     spans = [(stretch.elements, pairs) for stretch, pairs in zip(stretches, sums, strict=True)]
-    for run, rows in decoder.shared_runs():
-        for part, pairs in within(run, spans):
-            for (i, j), sum_ in pairs.items():
-                sum_.add(rows[i][part] - rows[j][part])
-                sum_.end()
+
+    def sums_of(run: Run) -> list[tuple[list[float], list[float]]]:
+        rows = run.read_all()
+        return [
+            (own, block_sums(rows[i][part] - rows[j][part]))
+            for part, pairs in within(run.elements, spans)
+            for (i, j), own in pairs.items()
+        ]
+
+    for found in decoder.each_run(sums_of, SHARED_RUN_SEGMENTS):
+        for own, blocks in found:
+            own += blocks
     squared: list[Matrix] = [[[0.0] * num for _ in range(num)] for _ in stretches]
     for matrix, pairs in zip(squared, sums, strict=True):
         for (i, j), sum_ in pairs.items():
-            matrix[i][j] = matrix[j][i] = sum_.total()
+            matrix[i][j] = matrix[j][i] = math.fsum(sum_)
     return squared

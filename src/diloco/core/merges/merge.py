@@ -1,20 +1,19 @@
-"""The base of all merges, and `merged_runs`, which executes one.
+"""The base of all merges, and `merge_into`, which executes one.
 
-With the number of learners, a merge's memory grows by a run of each at most. The order of arrival does not matter: the
+With the number of learners, a merge's memory grows by a run of each at most, and by that for every thread. The order of arrival does not matter: the
 caller passes contributions in learner-id order.
 """
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from diloco.core.choices import Choice
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
+from diloco.core.memory import Each, is_finite, one_by_one
 from diloco.core.merges.decoding import Decoder, Encoded
 from diloco.errors import NonFiniteError
 
@@ -33,34 +32,38 @@ class Merge(Choice):
     """False: a weighted merge in which a learner has one weight for all of its tensors."""
 
     @abstractmethod
-    def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
+    def merge_runs(self, decoder: Decoder, out: Tensor, final: Callable[[slice], None]) -> None:
         """Write the merged outer gradient to `out`, fp32 [decoder.num_elements].
 
-        Yields each of the decoder's runs, in order, once it is final.
+        Calls `final` with the elements of each of the decoder's runs once, when they are final; in any order, and for
+        several runs at once where the decoder works in threads.
         """
 
 
-def merged_runs(
+def merge_into(
+    out: Tensor,
     merge: Merge,
     codec: Codec,
     contributions: Sequence[Encoded],
     places: Sequence[Placement],
-    num_elements: int,
     momentum: Tensor | None = None,
     *,
-    out: Tensor,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Decode and merge: (elements, merged outer gradient of these) for one run of whole segments after the other.
+    final: Callable[[slice], None] = lambda _: None,
+    each: Each = one_by_one,
+) -> None:
+    """Decode and merge.
 
     Arguments:
+        out: fp32 [num_elements], receives the merged outer gradient.
         merge: the rule.
         codec: of the payloads.
         contributions: one per learner, in learner-id order; at least one has a weight above 0.
-        places: the tensors of these `num_elements` elements, in order and without gaps: those of a fragment, or those
-            of a run of whole segments of it, clipped (`shard_of`), where the merge is elementwise.
+        places: the tensors of these elements, in order and without gaps: those of a fragment, or those of a run of
+            whole segments of it, clipped (`shard_of`), where the merge is elementwise.
         momentum: of the outer optimizer (`Outer.momentum_of`), fp32 [num_elements]; None: it has none.
-        out: fp32 [num_elements], receives the result. The tensors yielded are views of it; they are final, and the
-            caller may overwrite them. The caller must not write to other elements.
+        final: called once with the elements of every run of whole segments, when they are final in `out`. It may
+            overwrite them, and only them.
+        each: works through the runs; the bits do not depend on it.
 
     Each tensor is merged over the learners that train it, with their weights; a tensor that no learner trains gets 0.
 
@@ -69,14 +72,10 @@ def merged_runs(
         CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
         NonFiniteError: the merge itself overflows.
     """
-    decoder = Decoder(codec, contributions, places, num_elements, momentum)
-    for run in merge.merge_runs(decoder, out):
-        _require_finite(out[run])
-        yield run, out[run]
 
+    def checked(run: slice) -> None:
+        if not is_finite(out[run]):
+            raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")
+        final(run)
 
-def _require_finite(run: Tensor) -> None:
-    """Raise NonFiniteError on inf or NaN, in one pass without a temporary. `run` is not empty."""
-    low, high = torch.aminmax(run)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")
+    merge.merge_runs(Decoder(codec, contributions, places, out.numel(), momentum, each), out, checked)

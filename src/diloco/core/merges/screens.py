@@ -9,6 +9,7 @@ from statistics import median, pstdev
 from diloco.core.choices import Choice, Registry, checked, positive
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
+from diloco.core.memory import Each, one_by_one
 from diloco.core.merges.decoding import Decoder, Encoded
 from diloco.core.merges.measures import contribution_norms
 from diloco.errors import ConfigError
@@ -57,10 +58,15 @@ SCREENS: Registry[Screen] = Registry("screen", NormOutliers, NormZScore)
 
 
 def refused_by(
-    screen: Screen, codec: Codec, contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int
+    screen: Screen,
+    codec: Codec,
+    contributions: Sequence[Encoded],
+    places: Sequence[Placement],
+    num_elements: int,
+    each: Each = one_by_one,
 ) -> tuple[str, ...]:
     """The learners whose contributions the screen refuses, in one pass over the contributions; arguments as of
-    `merged_runs`.
+    `merge_into`.
 
     A contribution without weight or tensors is not judged: with it, the median norm may be 0, and the only real work
     would be an outlier.
@@ -70,5 +76,5 @@ def refused_by(
     judged = [each for each in contributions if each.counts]
     if not judged:
         return ()
-    norms = contribution_norms(Decoder(codec, judged, places, num_elements))
+    norms = contribution_norms(Decoder(codec, judged, places, num_elements, each=each))
     return tuple(judged[index].learner for index in screen.refused(norms))

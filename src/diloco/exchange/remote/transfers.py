@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import AppliedUpdate, GlobalFragment, apply_lossless_update, apply_update
+from diloco.core.memory import Each, one_by_one
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.shards import Segments
@@ -27,6 +28,7 @@ from diloco.exchange.wire.values import value_of
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
+from diloco.run.thread_map import ThreadMap, num_cores
 
 log = logging.getLogger("diloco")
 
@@ -158,6 +160,10 @@ def key_of(c: Contribution) -> Key:
 # --- down -------------------------------------------------------------------------------------------------------------
 
 
+_MOST_THREADS = 2
+"""Threads that apply an update. The cores are for training."""
+
+
 @dataclass(frozen=True)
 class FetchResult:
     """The result of a fetch: a fragment's new version, or the static tensors (`advanced` is None). `lineage`: of the
@@ -191,6 +197,7 @@ class Receiver:
         self._dialler, self._run, self._layout, self._method, self._shards = dialler, run, layout, method, shards
         self._download: Incoming | None = None  # the one that was cut off
         self.resumed_bytes = 0
+        self._runs = ThreadMap(min(_MOST_THREADS, num_cores()))
         self._newest: dict[int, GlobalFragment] = {}
         self.static: Mapping[str, Tensor] = {}
 
@@ -233,7 +240,7 @@ class Receiver:
             elements = shards[fragment.index].elements(num_elements)
             num_elements, places = elements.stop - elements.start, shard_of(places, elements)[0]
         if header.lossless:
-            advanced = whole_of(header, buffer, num_elements, verify=not is_shard)
+            advanced = whole_of(header, buffer, num_elements, verify=not is_shard, each=self._runs)
         else:
             if (held := self._newest.get(fragment.index)) is None:
                 raise VersionError(
@@ -241,7 +248,9 @@ class Receiver:
                     "fetch the whole fragment."
                 )
             method = self._method.for_fragment(update.fragment)
-            advanced = apply_update(method, held, update, tensor_of(buffer), places, verify=not is_shard)
+            advanced = apply_update(
+                method, held, update, tensor_of(buffer), places, verify=not is_shard, each=self._runs
+            )
         return FetchResult(lineage, update, verdicts, advanced, {})
 
     def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
@@ -270,11 +279,13 @@ class Receiver:
         return tuple(self._newest.get(fragment.index) for fragment in self._layout.fragments)
 
 
-def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> AppliedUpdate:
+def whole_of(
+    header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True, each: Each = one_by_one
+) -> AppliedUpdate:
     """A version that was sent losslessly, in the memory of the buffer; with its outer state, if that was sent too.
 
     Arguments:
-        verify: as in `apply_update`.
+        verify, each: as in `apply_update`.
 
     Raises:
         CorruptPayloadError, DigestError: it is not what the syncer published.
@@ -282,7 +293,7 @@ def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, ve
     num_theta_bytes = header.num_bytes - header.outer_bytes
     outer_state = tensors_of(buffer[num_theta_bytes:], "the outer states") if header.outer_bytes else {}
     theta = tensor_of(buffer[:num_theta_bytes])
-    return apply_lossless_update(update_of(header), theta, num_elements, outer_state, verify=verify)
+    return apply_lossless_update(update_of(header), theta, num_elements, outer_state, verify=verify, each=each)
 
 
 def num_bytes_of(sender: Sender, receiver: Receiver) -> dict[str, int]:

@@ -1,0 +1,86 @@
+"""Loops over host memory, compiled at run time by Numba: the bits of the torch operations, several times as fast.
+
+They stand beside the torch operations, which are the reference and take the same arguments: the block formats
+(`core.codecs.blocks`), block sums (`core.merges.measures`), outer steps (`core.outer`), and the flush of denormals
+(`core.memory`). A loop holds the interpreter's lock only while it starts. It does one thing to a whole run of segments,
+whose blocks stay near a core; what comes before and after in a round's passes (`core.global_fragment`) finds the run in
+the core's cache.
+
+What codecs and outer optimizers do to one element is a function of theirs, in their own files; one without it is
+computed by torch. Nothing here imports Numba before the first long vector.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, get_args
+
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diloco.core.codecs import Codec
+
+log = logging.getLogger("diloco")
+
+_LOOPS = "diloco.core.compiled.numba_loops"
+
+Arithmetic = Literal["auto", "compiled", "torch"]
+
+WORTH_ELEMENTS = 1 << 22
+"""Elements of a vector from which the loops are loaded: torch takes about 50 ms for its round, Numba as long to be
+imported, and some seconds to compile them on a machine for the first time."""
+
+
+@dataclass
+class _Chosen:
+    arithmetic: Arithmetic = "auto"
+    loops: ModuleType | None = None
+
+
+_chosen = _Chosen()
+
+
+def choose(arithmetic: Arithmetic) -> None:
+    """Choose for this process how the arithmetic of rounds is computed. The bits are the same.
+
+    Arguments:
+        arithmetic: "torch": by torch operations. "compiled": by compiled loops, whatever the size. "auto": by compiled
+            loops once a vector is long enough to be worth loading them, if they can be loaded here.
+
+    Raises:
+        ConfigError: another word, or "compiled" where Numba cannot be loaded.
+    """
+    if arithmetic not in get_args(Arithmetic):
+        raise ConfigError(f"the arithmetic is one of {', '.join(get_args(Arithmetic))}, not {arithmetic!r}.")
+    try:
+        _chosen.loops = import_module(_LOOPS) if arithmetic == "compiled" else None
+    except ImportError as error:
+        raise ConfigError(f"the compiled loops cannot be loaded ({error}); choose auto or torch.") from error
+    _chosen.arithmetic = arithmetic
+
+
+def prepare(num_elements: int) -> None:
+    """Load the loops if a vector of `num_elements` is worth it. Where they cannot be loaded, a warning says so."""
+    if _chosen.arithmetic != "auto" or _chosen.loops is not None or num_elements < WORTH_ELEMENTS:
+        return
+    try:
+        _chosen.loops = import_module(_LOOPS)
+    except ImportError as error:
+        log.warning("the compiled loops cannot be loaded (%s); torch computes the same, more slowly.", error)
+        _chosen.arithmetic = "torch"
+
+
+def reading(codec: Codec, payload: Tensor) -> ModuleType | None:
+    """As `loops`, if they can read this payload, which may begin at any address."""
+    loops = _chosen.loops
+    return loops if loops is not None and payload.device.type == "cpu" and loops.can_read(codec, payload) else None
+
+
+def loops() -> ModuleType | None:
+    """The module `numba_loops`, if compiled loops are to be used now; None: use torch operations."""
+    return _chosen.loops

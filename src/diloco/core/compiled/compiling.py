@@ -1,0 +1,93 @@
+"""How loops are compiled: once a machine, with the arithmetic of torch.
+
+Every multiplication and addition is rounded on its own: Numba fuses and reorders nothing unless it is told to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numba
+from llvmlite.ir import IRBuilder
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+log = logging.getLogger("diloco")
+
+_SLOW_S = 2.0
+
+_compiling = RLock()
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one element that loops may call. It stays what it is elsewhere."""
+    jitable: Callable[..., Any] = register_jitable(function)
+    return jitable
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer(_context: Any, address: Any) -> Any:
+    """An address (int64) as a pointer, for `numba.carray`."""
+
+    def generate(_context: Any, builder: IRBuilder, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+def loop(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a loop, or take it from this user's cache; it releases the interpreter's lock."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        began_s = time.monotonic()
+        with _compiling:  # Numba's directory of compiled functions is a setting of the process
+            try:
+                made = _compiled(function, signature, cache_directory())
+            except Exception as error:  # whatever a damaged file of the cache makes Numba raise
+                log.warning("%s cannot be taken from %s (%s), and is compiled anew.", function.__name__,
+                            cache_directory(), error)  # fmt: skip
+                made = _compiled(function, signature, None)
+        if (took_s := time.monotonic() - began_s) > _SLOW_S:
+            kept = f"kept in {cache_directory()}" if cache_directory() else "not kept, for want of a cache directory"
+            log.info("compiled the loop %r for this processor in %.1f s; it is %s.", function.__name__, took_s, kept)
+        return made
+
+    return compiled
+
+
+def _compiled(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory or "")
+    try:
+        made: Callable[..., Any] = njit(signature, nogil=True, error_model="numpy", cache=directory is not None)(
+            function
+        )
+    finally:
+        numba.config.CACHE_DIR = before
+    return made
+
+
+@cache
+def cache_directory() -> Path | None:
+    """The directory of compiled loops, one for each state of the sources; None: no directory can be written to."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    core, sources = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted([*core.glob("*.py"), *core.glob("codecs/*.py"), *core.glob("compiled/*.py")]):
+        sources.update(path.read_bytes())
+    directory = root / "diloco" / f"loops-{sources.hexdigest()[:16]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError:
+        return None

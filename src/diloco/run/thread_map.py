@@ -1,0 +1,72 @@
+"""Threads that work through the runs of a fragment's arithmetic (`core.memory.Each`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+S, T = TypeVar("S"), TypeVar("T")
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class ThreadMap:
+    """A pool of threads; each computes by one core.
+
+    Arguments:
+        num_threads: at least 1. With one, the calling thread does the work.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._pool = None if num_threads < 2 else _single_core_threads(num_threads)
+
+    def __call__(self, function: Callable[[S], T], items: Iterable[S], /) -> Iterable[T]:
+        """As `core.memory.Each`."""
+        return map(function, items) if self._pool is None else self._in_threads(self._pool, function, iter(items))
+
+    def _in_threads(self, pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterator[S]) -> Iterator[T]:
+        ahead: deque[Future[T]] = deque()  # few, so that results which wait for their turn take little memory
+        try:
+            for item in islice(items, 2 * self.num_threads):
+                ahead.append(pool.submit(function, item))
+            while ahead:
+                found = ahead.popleft().result()
+                for item in islice(items, 1):
+                    ahead.append(pool.submit(function, item))
+                yield found
+        finally:
+            for future in ahead:
+                future.cancel()
+            wait(ahead)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads compute torch operations by one core, where torch would divide each among all cores."""
+    started, num_torch_threads = threading.Barrier(num_threads + 1), torch.get_num_threads()
+
+    def begin() -> None:
+        torch.set_num_threads(1)  # of this thread, and of all that begin later
+        started.wait()
+
+    pool = ThreadPoolExecutor(num_threads, "diloco-runs", initializer=begin)
+    for _ in range(num_threads):
+        pool.submit(lambda: None)
+    started.wait()
+    torch.set_num_threads(num_torch_threads)
+    return pool
