@@ -15,6 +15,7 @@ from diloco.cli._options import Json, JsonSummary, Keys, Overrides, RunFile, Sto
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
 from diloco.config import RunConfig, load_config
+from diloco.core.compiled import choose
 from diloco.errors import ConfigError
 from diloco.escaping import log_plainly
 
@@ -111,7 +112,9 @@ def evaluate(
 def _load(run_file: Path, overrides: list[str], name: str | None = None) -> RunConfig:
     """The run file. Modules of tasks are looked for beside it too."""
     sys.path.append(str(run_file.resolve().parent))
-    return load_config(run_file, overrides, learner=name)
+    config = load_config(run_file, overrides, learner=name)
+    choose(config.run.arithmetic)
+    return config
 
 
 def _work(

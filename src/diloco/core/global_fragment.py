@@ -18,9 +18,10 @@ step of their own (`core.averaged`).
 
 `close` and `apply_update` both compute Θ' from the payload, so all holders of a version have the same bits. Both work
 run by run, a run being several whole segments (`codecs.SEGMENT_ELEMENTS`), in as many threads as the caller has
-(`memory.Each`): beside the old and the new version they need memory for one run of each thread only. A fragment closed in place has two copies of Θ, and one of all else. All tensors are flat fp32
-on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
-within a segment, so shards give the bits of the whole.
+(`memory.Each`): beside the old and the new version they need memory for one run of each thread only. A fragment closed
+in place has two copies of Θ, and one of all else. All tensors are flat fp32 on the host: a whole fragment, or a shard
+of it that starts at a segment boundary. Every operation is elementwise or within a segment, so shards give the bits of
+the whole.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ class _NextVersion:
         self._step(run, delta, self.theta[run], _within(self._outer_state, run))
 
     def finish(self, run: slice) -> bytes:
-        """Finish a run whose Θ' is in `theta`: floor variances, flush denormals; returns the digests of its segments."""
+        """Finish a run whose Θ' is in `theta`: floor variances, flush denormals. Returns its segments' digests."""
         self._averaged.floor(run, self.theta[run])
         return segment_digests(flush_denormals(self.theta[run]))
 

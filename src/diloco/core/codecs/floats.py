@@ -21,7 +21,7 @@ class Cast(Codec):
     dtype: ClassVar[torch.dtype]
 
     narrowed: ClassVar[Callable[[Any], Any] | None] = None
-    """From the bits of an fp32 number (`numpy.int32`) those of the cast, for compiled loops. None: torch computes it."""
+    """From the bits of an fp32 number (`numpy.int32`) those of the cast, for compiled loops. None: torch does it."""
     widened: ClassVar[Callable[[Any], Any] | None] = None
     """From the bits of the cast, as `numpy.int32`, those of the fp32 number."""
     too_large: ClassVar[int] = _INFINITY

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from threading import RLock
 from typing import Any
 
@@ -25,6 +26,9 @@ from numba.extending import intrinsic, register_jitable
 log = logging.getLogger("diloco")
 
 _SLOW_S = 2.0
+
+_UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+"""What Numba raises for a damaged file of its cache."""
 
 _compiling = RLock()
 
@@ -53,9 +57,9 @@ def loop(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         with _compiling:  # Numba's directory of compiled functions is a setting of the process
             try:
                 made = _compiled(function, signature, cache_directory())
-            except Exception as error:  # whatever a damaged file of the cache makes Numba raise
-                log.warning("%s cannot be taken from %s (%s), and is compiled anew.", function.__name__,
-                            cache_directory(), error)  # fmt: skip
+            except _UNREADABLE as error:
+                text = "the loop %r cannot be taken from %s (%r), and is compiled anew; delete that directory."
+                log.warning(text, function.__name__, cache_directory(), error)
                 made = _compiled(function, signature, None)
         if (took_s := time.monotonic() - began_s) > _SLOW_S:
             kept = f"kept in {cache_directory()}" if cache_directory() else "not kept, for want of a cache directory"

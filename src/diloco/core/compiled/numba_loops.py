@@ -222,7 +222,7 @@ def _summing(codec: Codec) -> Callable[..., bool]:
 
 @inlined
 def _folded(sums: Any) -> Any:
-    """The sum of an array, whose length is a power of two: its upper half is added to its lower one, again and again."""
+    """The sum of an array of a power of two: its upper half is added to its lower one until one element is left."""
     width = len(sums)
     while width > 1:
         width //= 2
@@ -256,8 +256,8 @@ def _summer() -> Callable[..., None]:
 
 
 def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int, last: int) -> list[float] | None:
-    """Σ x² of the blocks of SUM_ELEMENTS from element `first` of a decoded payload to `last`, the last block padded with
-    zeros; None: a block that was read is invalid."""
+    """Σ x² of the blocks of SUM_ELEMENTS in a decoded payload from element `first` to `last`; the last block is padded
+    with zeros. None: a block that was read is invalid."""
     sums = np.empty(-(-(last - first) // SUM_ELEMENTS))
     if not _squarer(codec)(payload.data_ptr(), num_elements, first, last, sums):
         return None

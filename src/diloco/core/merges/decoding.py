@@ -189,8 +189,8 @@ class Run:
         return slice(elements.start - self.elements.start, elements.stop - self.elements.start)
 
     def squares(self, index: int, elements: slice) -> list[float] | None:
-        """Σ x² of each block of these elements of a contribution (`measures.block_sums`) by compiled loops, if they can;
-        otherwise None."""
+        """Σ x² of each block of these elements of a contribution (`measures.block_sums`) by compiled loops; None: they
+        cannot."""
         contribution, codec = self.contributions[index], self._decoder.codec
         if len(contribution.payloads) != 1 or contribution.parts:
             return None

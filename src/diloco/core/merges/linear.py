@@ -101,7 +101,7 @@ def _scale_to_length(run: Run, decoder: Decoder, part: slice, sum_: WeightedSum,
         scaled(out[part], sum_.length / length)
         return
     means = [(each.elements, each) for each in means_of(decoder.contributions, decoder.places)]
-    inside = [
-        (slice(max(own.start, part.start), min(own.stop, part.stop)), each) for own, each in within(run.elements, means)
-    ]
-    add_up(run, decoder.momentum, [(own, each) for own, each in inside if own.start < own.stop], out)
+    start = run.elements.start
+    inside = within(slice(start + part.start, start + part.stop), means)
+    moved = [(slice(part.start + own.start, part.start + own.stop), each) for own, each in inside]
+    add_up(run, decoder.momentum, moved, out)

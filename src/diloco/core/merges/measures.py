@@ -50,8 +50,8 @@ def norm(x: Tensor) -> float:
 
 
 def pieces_of(stretches: Iterable[tuple[slice, T]]) -> Iterator[list[tuple[slice, T]]]:
-    """Stretches of a vector cut into pieces of at most PIECE_ELEMENTS, whole blocks but for the last of a stretch; those
-    next to each other come together, up to about as many elements."""
+    """Stretches of a vector in pieces of at most PIECE_ELEMENTS, whole blocks but for the last of a stretch. Short
+    ones next to each other come together, up to about as many elements."""
     pieces, num_elements = list[tuple[slice, T]](), 0
     for elements, value in stretches:
         for start in range(elements.start, elements.stop, PIECE_ELEMENTS):

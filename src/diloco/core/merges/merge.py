@@ -1,7 +1,7 @@
 """The base of all merges, and `merge_into`, which executes one.
 
-With the number of learners, a merge's memory grows by a run of each at most, and by that for every thread. The order of arrival does not matter: the
-caller passes contributions in learner-id order.
+With the number of learners, a merge's memory grows by a run of each at most, and by that for every thread. The order of
+arrival does not matter: the caller passes contributions in learner-id order.
 """
 
 from abc import abstractmethod
