@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
@@ -108,7 +108,7 @@ class Displacement:
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
-        compiled.prepare(self._theta.numel())
+        arithmetic.prepare(self._theta.numel())
         payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
@@ -117,7 +117,7 @@ class Displacement:
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
-        compiled.prepare(self._theta.numel())
+        arithmetic.prepare(self._theta.numel())
         payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         after = new_vector(self._theta.numel())
         with self._queue.held(self._ready):

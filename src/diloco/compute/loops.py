@@ -16,10 +16,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from diloco.compute.compiling import inlined, loop, pointer
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.blocks import SMALLEST_SCALE_BITS, ScaledBlocks
 from diloco.core.codecs.floats import Cast
-from diloco.core.compiled.compiling import inlined, loop, pointer
 from diloco.core.outer import Outer
 
 _f32, _f64, _i32, _u8 = np.float32, np.float64, np.int32, np.uint8
@@ -56,7 +56,7 @@ def _encoder(codec: ScaledBlocks) -> Callable[..., int]:
                     magnitude = max(magnitude, own_bits[i] & _i32(0x7FFFFFFF))
                 largest = max(largest, magnitude)
                 found = _f32(min(_i32(magnitude).view(_f32) * reciprocal, largest_scale)).view(_i32)
-                scale = (found + 0x7FFF + ((found >> 16) & 1)) >> 16  # to bf16, ties to even
+                scale: Any = (found + 0x7FFF + ((found >> 16) & 1)) >> 16  # to bf16, ties to even
                 scale = scale if scale >= smallest else 0
                 divisor = _i32(scale << 16).view(_f32) if scale else _f32(math.inf)
                 out[at_scale], out[at_scale + 1] = scale & 0xFF, scale >> 8
