@@ -328,8 +328,8 @@ def _formula_of(outer: Outer) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def change(outer: Outer, params: Tensor, delta: Tensor, vector: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """Write Θ* − Θ + e of an outer step to `out`; no `residual` e: Θ* − Θ. Returns whether that and the optimizer's new
-    state are finite."""
+    """Write Θ* − Θ + e of an outer step to `out`; no `residual` e: Θ* − Θ. Returns whether the optimizer's new state is
+    finite."""
     e = params[:0] if residual is None else residual
     return bool(_changer(outer)(*(each.numpy() for each in (params, delta, vector, e, out))))
 
@@ -343,13 +343,10 @@ def _changer(outer: Outer) -> Callable[..., bool]:
         largest = _i32(0)
         for i in range(len(params)):
             param, kept = step(a, b, params[i], delta[i], vector[i])
-            found = _f32(param - params[i])
-            out[i] = found
+            out[i] = param - params[i]
             largest = max(largest, _f32(kept).view(_i32) & _i32(0x7FFFFFFF))
         for i in range(len(residual)):
             out[i] += residual[i]
-        for i in range(len(out)):
-            largest = max(largest, _f32(out[i]).view(_i32) & _i32(0x7FFFFFFF))
         return largest < 0x7F800000
 
     return changes
