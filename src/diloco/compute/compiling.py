@@ -11,11 +11,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from pickle import UnpicklingError
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 from llvmlite.ir import IRBuilder
@@ -23,7 +23,12 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
 log = logging.getLogger("diloco")
+
+T = TypeVar("T")
 
 _SLOW_S = 2.0
 
@@ -31,6 +36,21 @@ _UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, LookupError, Type
 """What Numba raises for a damaged file of its cache."""
 
 _compiling = RLock()
+
+
+def once(make: Callable[..., T]) -> Callable[..., T]:
+    """As `functools.cache`; of several threads that need a result at the same time, one makes it."""
+    made = dict[tuple[Any, ...], T]()
+
+    @wraps(make)
+    def found(*arguments: Any) -> T:
+        if arguments not in made:
+            with _compiling:
+                if arguments not in made:
+                    made[arguments] = make(*arguments)
+        return made[arguments]
+
+    return found
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,14 +104,14 @@ def _compiled(function: Callable[..., Any], signature: str, directory: Path | No
 @cache
 def cache_directory() -> Path | None:
     """The directory of compiled loops, one for each state of the sources; None: no directory can be written to."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     package, sources = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted([*package.glob("compute/*.py"), *package.glob("core/*.py"), *package.glob("core/codecs/*.py")]):
         sources.update(path.read_bytes())
-    directory = root / "diloco" / f"loops-{sources.hexdigest()[:16]}"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = root / "diloco" / f"loops-{sources.hexdigest()[:16]}"
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
-    except OSError:
+    except (OSError, RuntimeError):  # the latter of a user without a home directory
         return None

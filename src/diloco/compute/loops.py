@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from diloco.compute.compiling import inlined, loop, pointer
+from diloco.compute.compiling import inlined, loop, once, pointer
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.blocks import SMALLEST_SCALE_BITS, ScaledBlocks
 from diloco.core.codecs.floats import Cast
@@ -36,7 +35,7 @@ def encode(codec: ScaledBlocks, x: Tensor, out: Tensor) -> int:
     return int(_encoder(codec)(x.numpy(), x.view(torch.int32).numpy(), out.numpy()))
 
 
-@cache
+@once
 def _encoder(codec: ScaledBlocks) -> Callable[..., int]:
     assert codec.code_of is not None
     code_of, bits, block, smallest = inlined(codec.code_of), codec.code_bits, codec.block, SMALLEST_SCALE_BITS
@@ -74,11 +73,10 @@ def _encoder(codec: ScaledBlocks) -> Callable[..., int]:
 
 def encode_cast(codec: Cast, x: Tensor, out: Tensor) -> int:
     """As `Codec.encode`, of a payload that begins where its elements may. Returns the largest bits of |x|."""
-    bits = torch.int16 if codec.dtype.itemsize == 2 else torch.int32
-    return int(_cast_encoder(codec)(x.view(torch.int32).numpy(), out.view(bits).numpy()))
+    return int(_cast_encoder(codec)(x.view(torch.int32).numpy(), out.numpy().view(f"i{codec.dtype.itemsize}")))
 
 
-@cache
+@once
 def _cast_encoder(codec: Cast) -> Callable[..., int]:
     assert codec.narrowed is not None
     narrowed = inlined(codec.narrowed)
@@ -99,6 +97,8 @@ def _cast_encoder(codec: Cast) -> Callable[..., int]:
 
 def can_read(codec: Codec, payload: Tensor) -> bool:
     """Whether loops can decode this payload: of this format, and at this address."""
+    if not payload.is_contiguous():
+        return False
     if isinstance(codec, Cast):
         return codec.widened is not None and payload.data_ptr() % codec.dtype.itemsize == 0
     return isinstance(codec, ScaledBlocks) and codec.value_of is not None
@@ -153,7 +153,7 @@ def decode(codec: Codec, payload: Tensor, out: Tensor) -> bool:
     return bool(_decoder(codec)(payload.data_ptr(), out.numpy()))
 
 
-@cache
+@once
 def _decoder(codec: Codec) -> Callable[..., bool]:
     block, read = _block_reader(codec)
 
@@ -183,7 +183,7 @@ def weighted_sum(
     return bool(found)
 
 
-@cache
+@once
 def _summing(codec: Codec) -> Callable[..., bool]:
     block, read = _block_reader(codec)
     chunk, tiny, huge = max(block, SUM_ELEMENTS // 2), float(np.finfo(_f32).tiny), float(np.finfo(_f32).max)
@@ -239,7 +239,7 @@ def block_sums(x: Tensor, y: Tensor) -> list[float]:
     return found
 
 
-@cache
+@once
 def _summer() -> Callable[..., None]:
     half = SUM_ELEMENTS // 2
 
@@ -265,7 +265,7 @@ def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int
     return found
 
 
-@cache
+@once
 def _squarer(codec: Codec) -> Callable[..., bool]:
     block, read = _block_reader(codec)
     half = SUM_ELEMENTS // 2
@@ -307,7 +307,7 @@ def _apart(out: Tensor, source: Tensor) -> Tensor:
     return torch.empty_like(out) if out.data_ptr() == source.data_ptr() else out
 
 
-@cache
+@once
 def _stepper(outer: Outer) -> Callable[..., None]:
     step, a, b = _formula_of(outer)
 
@@ -334,7 +334,7 @@ def change(outer: Outer, params: Tensor, delta: Tensor, vector: Tensor, residual
     return bool(_changer(outer)(*(each.numpy() for each in (params, delta, vector, e, out))))
 
 
-@cache
+@once
 def _changer(outer: Outer) -> Callable[..., bool]:
     step, a, b = _formula_of(outer)
 
@@ -363,7 +363,7 @@ def land(
     _lander(outer)(*arrays, new.view(torch.int32).numpy())
 
 
-@cache
+@once
 def _lander(outer: Outer) -> Callable[..., None]:
     step, a, b = _formula_of(outer)
 
@@ -397,7 +397,7 @@ def flush_denormals(x: Tensor) -> None:
     _flusher()(x.view(torch.int32).numpy())
 
 
-@cache
+@once
 def _flusher() -> Callable[..., None]:
     @loop("void(int32[::1])")
     def flush(bits: Any) -> None:

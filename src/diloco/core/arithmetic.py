@@ -54,7 +54,7 @@ def choose(arithmetic: Arithmetic) -> None:
         raise ConfigError(f"the arithmetic is one of {', '.join(get_args(Arithmetic))}, not {arithmetic!r}.")
     try:
         _chosen.loops = import_module(_LOOPS) if arithmetic == "compiled" else None
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise ConfigError(f"the compiled loops cannot be loaded ({error}); choose auto or torch.") from error
     _chosen.arithmetic = arithmetic
 
@@ -65,7 +65,7 @@ def prepare(num_elements: int) -> None:
         return
     try:
         _chosen.loops = import_module(_LOOPS)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         log.warning("the compiled loops cannot be loaded (%s); torch computes the same, more slowly.", error)
         _chosen.arithmetic = "torch"
 

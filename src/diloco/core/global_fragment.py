@@ -376,13 +376,11 @@ class _Closing(_NextVersion):
     def encode(self, run: slice) -> None:
         """Encode a run, whose merged outer gradient is in `theta`, and check that its outer step is finite."""
         if (loops := self._loops(run)) is not None:
-            theta, change = self._held.theta[run], self._draft(run)
-            vectors = theta, self.theta[run], self._momentum(run), self._residual_of(run), change
-            is_finite_state = loops.change(self._method.outer, *vectors)
-            self._method.down.encode(change, self.payload[self._span(run)])
-            if not is_finite_state:
-                raise self._overflows()
-            return
+            change, e = self._draft(run), self._residual_of(run)
+            theta, momentum = self._held.theta[run], self._momentum(run)
+            if loops.change(self._method.outer, theta, self.theta[run], momentum, e, change):
+                self._method.down.encode(change, self.payload[self._span(run)])
+                return  # otherwise torch finds what is not finite
         change, new_state = self.theta[run], _within(self._outer_state, run)
         if self._drafts:
             change, new_state = self._draft(run), self._draft_state(run)
