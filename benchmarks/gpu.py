@@ -35,7 +35,7 @@ from benchmarks.step import beside_a_syncer, interleaved, row_of
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name
 from diloco.exchange.base import Exchange
-from diloco.learner.device import DeviceDisplacement, DeviceQueue, DeviceUploads
+from diloco.learner.device import DeviceQueue, DeviceUploads, Displacement
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = "No GPU was found: nothing was checked and nothing was measured."
@@ -132,7 +132,7 @@ def encoding(device: torch.device, num_elements: int, repeats: int) -> list[dict
         actions[f"{name} encode"] = partial(codec.encode, x, payload)
         actions[f"{name} decode"] = partial(codec.decode, payload, num_elements, out)
     anchor = torch.zeros(num_elements // 4)
-    displacement = DeviceDisplacement(DeviceQueue(device), x[: len(anchor)], None, anchor, ())
+    displacement = Displacement(DeviceQueue(device), x[: len(anchor)], None, anchor, ())
     actions["e3m0 with error feedback, from the host's anchor"] = partial(
         displacement.compress, codec_from_name("e3m0"), anchor, 1.0
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 
 torch.set_num_threads(1)
 os.environ.pop("DILOCO_KEYS", None)  # the keys of whoever runs the tests are for another run
@@ -25,13 +25,13 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_ = "compute by compiled loops or by torch in every test (`diloco.core.compiled.choose`)"
-    parser.addoption("--arithmetic", choices=get_args(compiled.Arithmetic), default="auto", help=help_)
+    help_ = "compute by compiled loops or by torch in every test (`diloco.core.arithmetic.choose`)"
+    parser.addoption("--arithmetic", choices=get_args(arithmetic.Arithmetic), default="auto", help=help_)
 
 
 @pytest.fixture(autouse=True)
 def _arithmetic(request: pytest.FixtureRequest) -> None:
-    compiled.choose(request.config.getoption("--arithmetic"))
+    arithmetic.choose(request.config.getoption("--arithmetic"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer, model_validator
 
-from diloco.core.compiled import Arithmetic
 from diloco.errors import ConfigError, without_key_lines
 from diloco.tables import Table, number_ranges, read_text, read_toml, validate, write_toml
 
@@ -45,7 +44,7 @@ class RunTable(Table):
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>
-    arithmetic: Arithmetic = "auto"  # of rounds: compiled loops or torch operations, of the same bits
+    arithmetic: Literal["auto", "compiled", "torch"] = "auto"  # of rounds; the same bits
 
 
 class ModelTable(BaseModel):

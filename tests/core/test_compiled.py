@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.core import compiled as arithmetic
+from diloco.compute.threads import ThreadMap
+from diloco.core import arithmetic
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, SEGMENT_ELEMENTS, Codec, Int4, Int8, TwoBit, compress
 from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import Placement, TensorSpec
@@ -37,7 +38,6 @@ from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer
 from diloco.core.presets import DataParallel, DiLoCo
 from diloco.errors import ConfigError, CorruptPayloadError, DilocoError, NonFiniteError
-from diloco.run.thread_map import ThreadMap
 
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 LOOPED = [FP32(), BF16(), Int8(), Int4(), E3M0()]
@@ -256,7 +256,11 @@ def of_learner(sizes: Sequence[int], common: Tensor, learner: int, seed: int) ->
 
 @st.composite
 def cases(draw: st.DrawFn, codecs: Sequence[Codec] = tuple(CODECS_OF_MERGES)) -> Case:
-    codec, sizes, seed = draw(st.sampled_from(codecs)), draw(st.sampled_from(SHAPES)), 1000 * draw(st.integers(0, 10**6))
+    codec, sizes, seed = (
+        draw(st.sampled_from(codecs)),
+        draw(st.sampled_from(SHAPES)),
+        1000 * draw(st.integers(0, 10**6)),
+    )
     names = ["embed.weight", *(f"layers.{i}.weight" for i in range(len(sizes)))]
     if draw(st.booleans()):
         names = names[1:]
@@ -265,8 +269,9 @@ def cases(draw: st.DrawFn, codecs: Sequence[Codec] = tuple(CODECS_OF_MERGES)) ->
         Placement(TensorSpec(name, (size,), "float32"), at)
         for name, size, at in zip(names, sizes, offsets, strict=False)
     )
-    common, subsets = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)), st.frozensets(
-        st.integers(0, len(sizes) - 1)
+    common, subsets = (
+        torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)),
+        st.frozensets(st.integers(0, len(sizes) - 1)),
     )
     contributions, late = [], draw(st.sampled_from([False, False, True]))  # loops read contributions of one payload
     for i in range(draw(st.integers(1, 4))):
@@ -300,9 +305,7 @@ def test_merges_of_any_contributions(how: Merge, case: Case, threads: Mapping[in
 @pytest.mark.parametrize("screen", [NormOutliers(1.0), NormZScore(0.5)], ids=str)
 @given(case=cases())
 @settings(max_examples=15)
-def test_screens_refuse_the_same_learners(
-    screen: Any, case: Case, threads: Mapping[int, ThreadMap]
-) -> None:
+def test_screens_refuse_the_same_learners(screen: Any, case: Case, threads: Mapping[int, ThreadMap]) -> None:
     def compute(num: int) -> Any:
         return refused_by(screen, case.codec, case.contributions, case.places, case.num_elements, threads[num])
 
@@ -314,7 +317,10 @@ def test_screens_refuse_the_same_learners(
 @pytest.mark.parametrize("how", [Mean(), RadialDirectional(())], ids=str)
 def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
     """Very short vectors are made long, and back; with weights as far apart as numbers can be."""
-    places = (Placement(TensorSpec("a", (40000,), "float32"), 0), Placement(TensorSpec("b", (30001,), "float32"), 40000))
+    places = (
+        Placement(TensorSpec("a", (40000,), "float32"), 0),
+        Placement(TensorSpec("b", (30001,), "float32"), 40000),
+    )
     generator = torch.Generator().manual_seed(0)
     for scale, weights in itertools.product((1e-35, 1e-38, 1e-42), ((3.0, 1.0), (1e-300, 1e300), (1e11, 3e-7))):
         values = scale * torch.randn(2, 70001, generator=generator)
@@ -330,7 +336,9 @@ def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", LOOPED, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
-def test_a_contribution_that_is_damaged_in_the_middle(how: Merge, codec: Codec, threads: Mapping[int, ThreadMap]) -> None:
+def test_a_contribution_that_is_damaged_in_the_middle(
+    how: Merge, codec: Codec, threads: Mapping[int, ThreadMap]
+) -> None:
     num_elements = RUN_ELEMENTS + 70001
     places = (Placement(TensorSpec("w", (num_elements,), "float32"), 0),)
     contributions = [Encoded(f"learner-{i}", (codec.encode(torch.randn(num_elements)),), 1.0 + i) for i in range(3)]

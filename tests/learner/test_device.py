@@ -12,7 +12,7 @@ from diloco.core.codecs import codec_from_name, compress
 from diloco.core.fragments import make_layout
 from diloco.core.layout import Placement
 from diloco.exchange.base import Exchange
-from diloco.learner.device import RUN_ELEMENTS, DeviceDisplacement, DeviceQueue, DeviceUploads
+from diloco.learner.device import RUN_ELEMENTS, DeviceQueue, DeviceUploads, Displacement
 
 DEVICES = [
     "cpu",
@@ -25,10 +25,10 @@ def random(num_elements: int, seed: int) -> Tensor:
     return torch.randn(num_elements, generator=torch.Generator().manual_seed(seed))
 
 
-def on(device: str, theta: Tensor, anchor: Tensor | None, rounded: tuple[Placement, ...] = ()) -> DeviceDisplacement:
+def on(device: str, theta: Tensor, anchor: Tensor | None, rounded: tuple[Placement, ...] = ()) -> Displacement:
     given = theta.to(device, copy=True)
     ready = torch.cuda.current_stream().record_event() if device == "cuda" else None
-    return DeviceDisplacement(DeviceQueue(given.device), given, ready, anchor, rounded)
+    return Displacement(DeviceQueue(given.device), given, ready, anchor, rounded)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,9 +79,9 @@ def test_values_that_are_not_finite_are_refused(device: str) -> None:
     theta[50_000] = torch.nan
     queue, codec, anchor = DeviceQueue(torch.device(device)), codec_from_name("int4"), random(70_000, 1)
     with pytest.raises(diloco.errors.NonFiniteError) as kept:
-        DeviceDisplacement(queue, theta.to(device), None, anchor, ()).compress(codec, None, 1.0)
+        Displacement(queue, theta.to(device), None, anchor, ()).compress(codec, None, 1.0)
     theta[50_000] = 0.0  # the queue is free again, while the error is kept
-    payload = DeviceDisplacement(queue, theta.to(device), None, anchor, ()).encode(codec)
+    payload = Displacement(queue, theta.to(device), None, anchor, ()).encode(codec)
     assert torch.equal(payload, codec.encode(anchor - theta))
     del kept
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import diloco
-from diloco.core.codecs import codec_from_name, compress
+from diloco.core.codecs import Codec, codec_from_name, compress
+from diloco.learner.device import DeviceQueue, Displacement
 from diloco.learner.error_feedback import ErrorFeedback, TentativeResidual
 
 N = 70_000  # more than two segments of a payload
@@ -27,11 +28,15 @@ def residual_of(residuals: ErrorFeedback, fragment: int = 0) -> Tensor | None:
     return residuals.state_dict().get(str(fragment))
 
 
+def displacement(values: Tensor) -> Displacement:
+    return Displacement(DeviceQueue(values.device), values, None, None, ())
+
+
 def send(
     residuals: ErrorFeedback, round_: int, gradient: Tensor, fragment: int = 0
 ) -> tuple[TentativeResidual, Tensor]:
     tentative = residuals.offered(fragment, round_)
-    return tentative, residuals.encode(tentative, gradient)
+    return tentative, residuals.encode(tentative, displacement(gradient))
 
 
 def test_what_an_encoding_lost_goes_into_the_next_one() -> None:
@@ -177,7 +182,7 @@ def test_refused_before_it_was_encoded() -> None:
     before = residual_of(residuals)
     late = residuals.offered(0, 1)
     residuals.roll_back(0, 1)
-    residuals.encode(late, second)
+    residuals.encode(late, displacement(second))
     assert residual_of(residuals) is before
     # The same round may be tried again.
     payload = send(residuals, 1, third)[1]
@@ -186,17 +191,18 @@ def test_refused_before_it_was_encoded() -> None:
     assert residual_of(residuals) is not before
 
 
-def test_an_earlier_one_is_refused_while_the_next_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_one_is_refused_while_the_next_is_encoded() -> None:
     residuals = make_residuals()
     first, second = gradients(2)
     send(residuals, 0, first)
 
-    def encode_slowly(*arguments: object) -> tuple[Tensor, Tensor]:
-        residuals.roll_back(0, 0)  # meanwhile, on the training thread
-        return compress(*arguments)  # type: ignore[arg-type]
+    class Slow(Displacement):
+        def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
+            residuals.roll_back(0, 0)  # meanwhile, on the training thread
+            return super().compress(codec, residual, decay)
 
-    monkeypatch.setattr("diloco.learner.error_feedback.compress", encode_slowly)
-    _, payload = send(residuals, 1, second)
+    slow = Slow(DeviceQueue(second.device), second, None, None, ())
+    payload = residuals.encode(residuals.offered(0, 1), slow)
     assert residual_of(residuals) is None
     residuals.commit(0, 1)
     after = residual_of(residuals)

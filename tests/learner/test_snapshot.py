@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import diloco
 from diloco.core.codecs import codec_from_name
 from diloco.core.fragments import Layout, make_layout
-from diloco.learner.device import DeviceDisplacement, Snapshots
+from diloco.learner.device import Displacement, Snapshots
 from diloco.learner.partition import partition_of
 from diloco.learner.pieces import Units
 
@@ -30,10 +30,8 @@ def snapshots_of(model: nn.Module, layout: Layout) -> Snapshots:
     return Snapshots(partition_of(layout, parameters, Units(layout)), next(model.parameters()).device)
 
 
-def values_of(displacement: Tensor | DeviceDisplacement) -> Tensor:
-    """On the host: a displacement on a device gives nothing but payloads."""
-    if isinstance(displacement, Tensor):
-        return displacement
+def values_of(displacement: Displacement) -> Tensor:
+    """It gives nothing but payloads."""
     return displacement.encode(codec_from_name("fp32")).view(torch.float32)
 
 

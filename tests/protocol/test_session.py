@@ -1451,6 +1451,67 @@ def test_a_learner_that_leaves_waits_for_a_suspended_syncer_as_for_one_that_answ
     assert it.now - began == pytest.approx(LEAVE_TIMEOUT_S)
 
 
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_learner_that_asks_another_syncer_says_goodbye_to_the_one_that_answered_last(is_evicted: bool) -> None:
+    """A single late heartbeat makes it ask one that waits, which knows nothing of what it has trained."""
+    it = Script(num_addresses=2).start()
+    it.until(requests.Beat)
+    it.fail(requests.Beat)
+    asked = it.until(requests.Beat)
+    assert not is_at_first(asked)
+    it.do(it.core.report, 1, Report(step=9, tokens=45))
+    if is_evicted:
+        it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
+    it.do(it.core.leave)
+    leave = it.open[requests.Leave]
+    assert is_at_first(leave)
+    assert (leave.timeout_s, leave.report.all_tokens) == (GONE_TIMEOUT_S, 45)
+    it.told.clear()
+    it.fail(requests.Beat, STANDBY)
+    assert it.take(requests.CloseConnection) == [requests.CloseConnection(asked.connection)], "the goodbye goes on"
+    it.open.pop(requests.Leave)
+    it.do(it.core.left)
+    assert it.told == [requests.Close()]
+
+
+@pytest.mark.parametrize("timeout_s", [0.25, LEAVE_TIMEOUT_S])
+@pytest.mark.parametrize("num_addresses", [1, 2, 3])
+def test_a_goodbye_that_does_not_arrive_is_said_at_each_other_address_in_the_same_time(
+    num_addresses: int, timeout_s: float
+) -> None:
+    it = Script(num_addresses=num_addresses).start()
+    for _ in range(4):
+        it.until(requests.Beat)
+        it.fail(requests.Beat)
+    it.do(it.core.leave, timeout_s=timeout_s)
+    addresses, ends_at = list[int](), it.now + min(timeout_s, GONE_TIMEOUT_S)
+    while requests.Leave in it.open:
+        leave = it.open[requests.Leave]
+        assert it.now + leave.timeout_s == pytest.approx(ends_at)
+        addresses.append((leave.connection - 1) % num_addresses)
+        it.sleep(0.05)
+        it.fail(requests.Leave, STANDBY if leave.connection % 2 else GONE)
+    assert addresses == [*range(num_addresses)]
+    assert it.told[-1] == requests.Close()
+
+
+def test_a_goodbye_without_an_answer_in_its_time_is_not_said_again() -> None:
+    it = Script(num_addresses=2).start()
+    it.do(it.core.leave)
+    it.sleep(LEAVE_TIMEOUT_S)
+    it.fail(requests.Leave)
+    assert requests.Leave not in it.open
+    assert it.take(requests.Close) == [requests.Close()]
+
+
+def test_a_goodbye_that_the_syncer_itself_refuses_is_not_said_elsewhere() -> None:
+    it = Script(num_addresses=2).start()
+    it.do(it.core.leave)
+    it.fail(requests.Leave, errors.BusyError("too many calls."))
+    assert "too many calls" in it.take(requests.Warn)[0].text
+    assert it.core.phase == "over"
+
+
 def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
     """Once for each join that is lost; a syncer that has answered is not left for one slow join."""
     it = Script(num_addresses=2)

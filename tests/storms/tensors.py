@@ -9,6 +9,7 @@ import torch
 from tests.chaos.versions import BrokenInvariantError
 from torch import Tensor
 
+from diloco.learner.device import DeviceQueue, Displacement
 from diloco.learner.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class StormTensors:
         )
         if self.trains[fragment] == ():
             return torch.empty(0, dtype=torch.uint8)
-        payload = self._residuals.encode(tentative, change)
+        displacement = Displacement(DeviceQueue(change.device), change, None, None, ())
+        payload = self._residuals.encode(tentative, displacement)
         if self._method.for_fragment(fragment).error_feedback:
             up = self._method.for_fragment(fragment).up
             self._lost[fragment, send.number] = change - up.decode(payload, change.numel())

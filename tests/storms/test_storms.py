@@ -71,6 +71,8 @@ FOUND_WITH_DEALT_PARTS = {
     625: "the same of pushes that wait and are rejected",
     2321: "a group whose only holder was not yet back after going back was dealt to nobody until the next event",
     12021: "a syncer that began again without its record took the next turn for the first",
+    30629: "a learner whose heartbeat was late said goodbye to a syncer that waits",
+    32851: "the same",
 }
 """Likewise."""
 

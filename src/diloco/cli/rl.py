@@ -15,7 +15,7 @@ from diloco.cli._options import Json, JsonSummary, Keys, Overrides, RunFile, Sto
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals, interrupted_by_signals
 from diloco.config import RunConfig, load_config
-from diloco.core.compiled import choose
+from diloco.core.arithmetic import choose
 from diloco.errors import ConfigError
 from diloco.escaping import log_plainly
 

@@ -16,7 +16,7 @@ from diloco.cli._output import print_result
 from diloco.cli._preflight import check_directory, look_at_run, with_usable_checkpoint
 from diloco.cli._signals import ending_by_signals
 from diloco.config import RunConfig, load_config
-from diloco.core.compiled import choose
+from diloco.core.arithmetic import choose
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:

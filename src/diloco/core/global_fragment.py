@@ -35,7 +35,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.averaged import AveragedElements
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.layout import Placement, digest, digest_of_segments, segment_digests
@@ -161,7 +161,7 @@ def close(
         NonFiniteError: a result that fp32 or `method.down` cannot hold.
     """
     num_elements = held.theta.numel()
-    compiled.prepare(num_elements)
+    arithmetic.prepare(num_elements)
     refused: tuple[str, ...] = ()
     if method.screen is not None:
         refused = refused_by(method.screen, method.up, contributions, places, num_elements, each)
@@ -290,7 +290,7 @@ def apply_update(
             next_.decode(payload, run, next_.theta[run]).add_(held.theta[run])
         return next_.finish(run)
 
-    compiled.prepare(num_elements)
+    arithmetic.prepare(num_elements)
     segments = b"".join(each(advance, _runs(num_elements)))
     new = next_.finished(update.version, segments)
     if verify:
@@ -425,7 +425,7 @@ class _Closing(_NextVersion):
     def _loops(self, run: slice) -> ModuleType | None:
         """The compiled loops of a run that is closed in place with a lossy update; None: use torch operations."""
         fits = self._drafts and not self._method.down.lossless and self._method.outer.formula is not None
-        return compiled.loops() if fits and not self._averaged.are_in(run) else None
+        return arithmetic.loops() if fits and not self._averaged.are_in(run) else None
 
     def _momentum(self, run: slice) -> Tensor:
         return self._outer_state[self._method.outer.vectors[0]][run]

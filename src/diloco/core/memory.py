@@ -14,10 +14,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.buffers import is_small, new_buffer
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Each(Protocol):
@@ -67,7 +68,7 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 def flush_denormals(x: Tensor) -> Tensor:
     """Set magnitudes below 2⁻¹²⁶ to +0, in place, so that devices with and without denormals hold the same bits."""
-    if x.device.type == "cpu" and (loops := compiled.loops()) is not None:
+    if x.device.type == "cpu" and (loops := arithmetic.loops()) is not None:
         loops.flush_denormals(x)
         return x
     for part in blocks(x):

@@ -15,14 +15,14 @@ DiLoCo (arXiv 2311.08105, algorithm 1 and section 3.1) compares the three and ta
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.choices import BELOW_1, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.core.memory import blocks, new_like
 from diloco.errors import ConfigError, LayoutError
@@ -40,7 +40,7 @@ class Outer(Choice):
     """Names of the state's vectors; the first one is a decaying sum or mean of outer gradients."""
     counts: ClassVar[bool] = False
     """Whether the state has the number of steps."""
-    formula: ClassVar[Callable[..., Any] | None] = None
+    formula: ClassVar[Any] = None
     """Of an optimizer with one vector and no count, its step of one element for compiled loops: from two constants,
     parameter, outer gradient and state, all `numpy.float32`, to the new parameter and state."""
 
@@ -74,7 +74,7 @@ class Outer(Choice):
         new = new_like(params) if out is None else out
         if new_state is None:
             new_state = {name: new_like(each) for name, each in state.items()}
-        if self.formula is not None and params.device.type == "cpu" and (loops := compiled.loops()) is not None:
+        if self.formula is not None and params.device.type == "cpu" and (loops := arithmetic.loops()) is not None:
             (name,) = self.vectors
             loops.outer_step(self, params, delta, state[name], new, new_state[name])
             return new, new_state

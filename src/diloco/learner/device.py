@@ -1,7 +1,9 @@
-"""Transfers between host and CUDA device: through pinned memory, on streams beside the training's.
+"""Snapshots of what a learner sends, encoded beside training; and transfers between host and CUDA device, through
+pinned memory and on streams beside the training's.
 
-Anchors and residuals stay on the host. A displacement is encoded on the device run by run: a run's anchor and residual
-are copied to the device, its payload and new residual back. docs/gpu.md gives the reasons.
+Anchors and residuals stay on the host. A displacement is encoded run by run, on the host while a run is in a core's
+cache. On a device a run's anchor and residual are copied to it, its payload and new residual back. docs/gpu.md gives
+the reasons.
 """
 
 from __future__ import annotations
@@ -15,14 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.core import arithmetic
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
+from diloco.core.merges.decoding import within
 from diloco.exchange.group import device_of
 from diloco.learner.partition import Partition
 
-RUN_ELEMENTS = 256 * SEGMENT_ELEMENTS
-"""Elements that are copied at a time: 32 MiB of fp32."""
+RUN_SEGMENTS = 256
+"""Segments that are copied between host and device at a time: 32 MiB of fp32."""
+RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
+
+_HOST_RUN_SEGMENTS = 4
+"""Segments that are encoded at a time on the host."""
 
 Key = tuple[int, int]
 """(fragment, version)."""
@@ -31,7 +39,7 @@ Key = tuple[int, int]
 class DeviceQueue:
     """A stream of its own, and the pinned memory through which it copies; used by one thread at a time.
 
-    On the CPU there is no stream and nothing is pinned, and the values are the same.
+    On the CPU there is no stream and no copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,12 +57,17 @@ class DeviceQueue:
             yield
 
     def up(self, name: str, source: Tensor) -> Tensor:
-        """A device copy of host values. Call `synchronize` before the next copy of this name."""
+        """Host values on the device. Call `synchronize` before the next copy of this name."""
+        if self._stream is None:
+            return source
         staging = self._staged(name, source).copy_(source)
         return staging.to(self.device, non_blocking=True)
 
     def down(self, name: str, source: Tensor, into: Tensor) -> None:
         """Copy device values to the host. On return this copy, and all earlier work of the stream, is complete."""
+        if self._stream is None:
+            into.copy_(source)
+            return
         staging = self._staged(name, source).copy_(source, non_blocking=True)
         self.synchronize()
         into.copy_(staging)
@@ -71,17 +84,16 @@ class DeviceQueue:
     def _staged(self, name: str, like: Tensor) -> Tensor:
         staging = self._staging.get(name)
         if staging is None or staging.numel() < like.nbytes:
-            pinned = self._stream is not None
-            staging = self._staging[name] = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            staging = self._staging[name] = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True)
         return staging[: like.nbytes].view(like.dtype)
 
 
-class DeviceDisplacement:
-    """Δ = anchor − θ of a fragment whose snapshot θ is on a device; encoded there, run by run.
+class Displacement:
+    """Δ = anchor − θ of a fragment with the snapshot θ; encoded where that is, run by run.
 
     Arguments:
-        theta: flat fp32 on the device.
-        ready: the event at which `theta` is complete.
+        theta: flat fp32.
+        ready: the event at which `theta` is complete; None: it is complete.
         anchor: flat fp32 on the host; None: θ itself is encoded.
         places: the tensors, to whose dtypes the anchor is first rounded.
     """
@@ -91,10 +103,12 @@ class DeviceDisplacement:
         places: Sequence[Placement],
     ) -> None:  # fmt: skip
         self._queue, self._theta, self._ready = queue, theta, ready
-        self._anchor, self._places = anchor, places
+        dtypes = ((each.elements, getattr(torch, each.spec.dtype)) for each in places)
+        self._anchor, self._rounded = anchor, [each for each in dtypes if each[1] != torch.float32]
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
+        arithmetic.prepare(self._theta.numel())
         payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
@@ -103,6 +117,7 @@ class DeviceDisplacement:
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
+        arithmetic.prepare(self._theta.numel())
         payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
         after = new_vector(self._theta.numel())
         with self._queue.held(self._ready):
@@ -116,7 +131,7 @@ class DeviceDisplacement:
     def _runs(self, codec: Codec) -> Iterator[tuple[slice, slice]]:
         """(elements, payload bytes) of each run, whole segments but for the last."""
         num_elements, num_segments = self._theta.numel(), -(-self._theta.numel() // SEGMENT_ELEMENTS)
-        run_segments = RUN_ELEMENTS // SEGMENT_ELEMENTS
+        run_segments = _HOST_RUN_SEGMENTS if self._theta.device.type == "cpu" else RUN_SEGMENTS
         for first in range(0, num_segments, run_segments):
             last = min(first + run_segments, num_segments)
             elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
@@ -126,12 +141,9 @@ class DeviceDisplacement:
         theta = self._theta[elements]
         if self._anchor is None:
             return theta
-        delta = torch.empty_like(theta).copy_(self._queue.up("anchor", self._anchor[elements]))
-        for place in self._places:
-            start, stop = max(place.elements.start, elements.start), min(place.elements.stop, elements.stop)
-            if start < stop:
-                part = delta[start - elements.start : stop - elements.start]
-                part.copy_(part.to(getattr(torch, place.spec.dtype)))
+        delta = self._queue.up("anchor", self._anchor[elements]).clone()
+        for part, dtype in within(elements, self._rounded):
+            delta[part] = delta[part].to(dtype)
         return delta.sub_(theta)
 
 
@@ -219,23 +231,9 @@ class Snapshots:
         return DeviceSnapshot(host)
 
     @torch.no_grad()
-    def displacement(
-        self, fragment: int, anchor: Tensor | None, snapshot: DeviceSnapshot
-    ) -> Tensor | DeviceDisplacement:
-        """Δ = anchor − θ: on the host flat fp32, in the snapshot's own buffer; on CUDA an object that encodes it.
-
-        The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
-        """
-        if snapshot.values.device.type == "cuda":
-            places = self._partition.places(fragment)
-            return DeviceDisplacement(self._queue, snapshot.values, snapshot.ready, anchor, places)
-        if anchor is None:
-            return snapshot.values
-        for place in self._partition.places(fragment):
-            part = place.elements
-            rounded = anchor[part].to(getattr(torch, place.spec.dtype)).to(torch.float32)
-            torch.sub(rounded, snapshot.values[part], out=snapshot.values[part])
-        return snapshot.values
+    def displacement(self, fragment: int, anchor: Tensor | None, snapshot: DeviceSnapshot) -> Displacement:
+        """Δ = anchor − θ, the anchor first rounded to each parameter's dtype; without an anchor the snapshot itself."""
+        return Displacement(self._queue, snapshot.values, snapshot.ready, anchor, self._partition.places(fragment))
 
     def give_back(self, snapshot: DeviceSnapshot) -> None:
         """Return the buffer of a snapshot that is no longer needed; device memory goes back to torch."""

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.codecs import compress
 from diloco.core.method import Method
-from diloco.learner.device import DeviceDisplacement
+from diloco.learner.device import Displacement
 
 
 @dataclass(eq=False)
@@ -57,11 +56,11 @@ class ErrorFeedback:
                 self._open[fragment].append(tentative)
         return tentative
 
-    def encode(self, tentative: TentativeResidual, outer_gradient: Tensor | DeviceDisplacement) -> Tensor:
+    def encode(self, tentative: TentativeResidual, outer_gradient: Displacement) -> Tensor:
         """Encode Δ + decay · e, where e is the fragment's residual; the new e is tentative until `commit`.
 
         Arguments:
-            outer_gradient: Δ, flat fp32 [n] on the host, or an object that encodes it on a device.
+            outer_gradient: Δ.
 
         Returns:
             The payload, uint8 on the host.
@@ -69,15 +68,10 @@ class ErrorFeedback:
         fragment = tentative.fragment
         codec, decay = self._codecs[fragment], self._decays[fragment]
         if not decay:
-            if isinstance(outer_gradient, DeviceDisplacement):
-                return outer_gradient.encode(codec)
-            return codec.encode(outer_gradient)
+            return outer_gradient.encode(codec)
         with self._lock:
             start = self._residuals[fragment]
-        if isinstance(outer_gradient, DeviceDisplacement):
-            payload, after = outer_gradient.compress(codec, start, decay)
-        else:
-            payload, after = compress(codec, outer_gradient, start, decay)
+        payload, after = outer_gradient.compress(codec, start, decay)
         with self._lock:
             if tentative.rolled_back:  # it was rejected before it was encoded
                 return payload

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 from torch import Tensor
 
+from diloco.compute.threads import ThreadMap, num_cores
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DilocoError, StandbyError, StoreError, UnreachableError
@@ -34,7 +35,6 @@ from diloco.run.ports import Ports, SavedRun
 from diloco.run.published import PublishedStore
 from diloco.run.run_state import RunState
 from diloco.run.tensor_jobs import TensorJobs
-from diloco.run.thread_map import ThreadMap, num_cores
 from diloco.store.format import TensorFormat
 from diloco.store.reading import NOT_WHOLE
 from diloco.syncer.journal import Journal

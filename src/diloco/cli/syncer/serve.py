@@ -78,7 +78,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
-    from diloco.core.compiled import choose
+    from diloco.core.arithmetic import choose
     from diloco.core.presets import method_from_table
     from diloco.exchange.key_pair import find_keys
     from diloco.protocol.contribution import Budget

@@ -4,7 +4,7 @@ import functools
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite, whole_and_rest
 from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS, wire_format
 from diloco.errors import CorruptPayloadError
@@ -44,10 +44,10 @@ class ScaledBlocks(Codec):
     levels: ClassVar[float]
     largest_scale: ClassVar[float]
 
-    code_of: ClassVar[Callable[[Any], Any] | None] = None
+    code_of: ClassVar[Any] = None
     """The code of x / divisor as a whole number, of which the lowest `code_bits` count, for compiled loops: fp32 as
     `numpy.float32`, never NaN where the code is used. None: torch computes it."""
-    value_of: ClassVar[Callable[[Any], Any] | None] = None
+    value_of: ClassVar[Any] = None
     """The value of a code (`numpy.int32`, from 0) at scale 1, as `numpy.float32`."""
 
     @cached_property
@@ -118,13 +118,13 @@ class ScaledBlocks(Codec):
         return gpu_kernels()
 
     def _encode(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := compiled.loops()) is None or self.code_of is None or x.device.type != "cpu":
+        if (loops := arithmetic.loops()) is None or self.code_of is None or x.device.type != "cpu":
             super()._encode(x, out, scratch)
         else:
             refuse_nonfinite(loops.encode(self, x, out))
 
     def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := compiled.reading(self, payload)) is None or not loops.decode(self, payload, out):
+        if (loops := arithmetic.reading(self, payload)) is None or not loops.decode(self, payload, out):
             super()._decode(payload, out, scratch)  # raises in the second case
 
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:

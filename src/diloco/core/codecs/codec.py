@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS, WireFormat, wire_format
 from diloco.core.memory import new_like, new_vector
 from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
@@ -118,7 +118,7 @@ class Codec(ABC):
         Raises NonFiniteError on inf or NaN and on values the format cannot hold, ConfigError on a wrong tensor.
         """
         _require(x, torch.float32, None, "input of encode")
-        compiled.prepare(x.numel())
+        arithmetic.prepare(x.numel())
         if out is None:
             out = new_vector(self.encoded_bytes(x.numel()), torch.uint8, x.device)
         _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
@@ -137,7 +137,7 @@ class Codec(ABC):
         ConfigError on a wrong tensor.
         """
         self._require_size(payload, num_elements)
-        compiled.prepare(num_elements)
+        arithmetic.prepare(num_elements)
         if out is None:
             out = new_vector(num_elements, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")

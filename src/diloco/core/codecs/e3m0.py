@@ -50,7 +50,8 @@ class E3M0(ScaledBlocks):
     @staticmethod
     def code_of(ratio: Any) -> Any:
         bits = np.float32(ratio).view(np.int32)
-        k = max((bits >> 22) & 0xFF, 239) - 239
+        k: Any = max((bits >> 22) & 0xFF, 239)
+        k -= 239
         return max(k >> 1, min(k, 1)) | ((bits >> 28) & 0x08)
 
     @staticmethod

@@ -1,14 +1,13 @@
 """Floats without scales, little endian: fp32 (lossless), bf16 and fp16 (rounded to nearest, ties to even)."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.errors import CorruptPayloadError, NonFiniteError
 
@@ -20,19 +19,19 @@ class Cast(Codec):
 
     dtype: ClassVar[torch.dtype]
 
-    narrowed: ClassVar[Callable[[Any], Any] | None] = None
+    narrowed: ClassVar[Any] = None
     """From the bits of an fp32 number (`numpy.int32`) those of the cast, for compiled loops. None: torch does it."""
-    widened: ClassVar[Callable[[Any], Any] | None] = None
+    widened: ClassVar[Any] = None
     """From the bits of the cast, as `numpy.int32`, those of the fp32 number."""
     too_large: ClassVar[int] = _INFINITY
     """The bits of the smallest fp32 magnitude whose cast is not finite."""
 
     def _encode(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := compiled.reading(self, out)) is None or loops.encode_cast(self, x, out) >= self.too_large:
+        if (loops := arithmetic.reading(self, out)) is None or loops.encode_cast(self, x, out) >= self.too_large:
             super()._encode(x, out, scratch)  # raises in the second case
 
     def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := compiled.reading(self, payload)) is None or not loops.decode(self, payload, out):
+        if (loops := arithmetic.reading(self, payload)) is None or not loops.decode(self, payload, out):
             super()._decode(payload, out, scratch)  # raises in the second case
 
     @abstractmethod
@@ -46,8 +45,12 @@ class Cast(Codec):
         self._checked(payload, num_elements, scratch)
 
     def _checked(self, payload: Tensor, num_elements: int, scratch: Scratch) -> Tensor:
-        cast = scratch.take("cast", (payload.shape[0], num_elements), self.dtype)
-        cast.view(torch.uint8).copy_(payload)  # a payload may start at any address, a cast value may not
+        starts = payload.data_ptr(), payload.storage_offset(), payload.stride(0)
+        if not any(start % self.dtype.itemsize for start in starts):
+            cast = payload.view(self.dtype)
+        else:  # a payload may start at any address, a cast value may not
+            cast = scratch.take("cast", (payload.shape[0], num_elements), self.dtype)
+            cast.view(torch.uint8).copy_(payload)
         if self._largest_bits(cast, scratch) >= _infinity_bits(self.dtype):
             raise CorruptPayloadError(
                 f"the {self.name} payload holds inf or NaN; the sender must send finite values only"

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.codec import Scratch
 from diloco.core.layout import Placement
@@ -195,7 +195,7 @@ class Run:
         if len(contribution.payloads) != 1 or contribution.parts:
             return None
         payload = contribution.payloads[0]
-        if (loops := compiled.reading(codec, payload)) is None:
+        if (loops := arithmetic.reading(codec, payload)) is None:
             return None
         found: list[float] | None = loops.decoded_squares(
             codec, payload, self._decoder.num_elements, elements.start, elements.stop
@@ -209,8 +209,9 @@ class Run:
         if not summed or any(len(each.payloads) != 1 or each.parts for each in summed):
             return False
         payloads = [each.payloads[0][self._span] for each in summed]
-        loops = [compiled.reading(codec, each) for each in payloads]
-        return None not in loops and loops[0].weighted_sum(codec, payloads, [*factors.values()], divisor, part, out)
+        if (loops := arithmetic.loops()) is None or not all(arithmetic.reading(codec, each) for each in payloads):
+            return False
+        return bool(loops.weighted_sum(codec, payloads, [*factors.values()], divisor, part, out))
 
     def read_all(self) -> list[Tensor]:
         """The outer gradients of all contributions in this run."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs.chunks import fold
 from diloco.core.merges.decoding import SHARED_RUN_SEGMENTS, Decoder, Run, within
 from diloco.core.merges.weighted_sum import WeightedSum
@@ -33,7 +33,7 @@ def block_sums(x: Tensor, y: Tensor | None = None) -> list[float]:
     if missing := -x.numel() % BLOCK_ELEMENTS:
         x = torch.cat([x, x.new_zeros(missing)])
         y = None if y is None else torch.cat([y, y.new_zeros(missing)])
-    if x.device.type == "cpu" and (loops := compiled.loops()) is not None:
+    if x.device.type == "cpu" and (loops := arithmetic.loops()) is not None:
         found: list[float] = loops.block_sums(x, x if y is None else y)
         return found
     wide = x.double().view(-1, BLOCK_ELEMENTS)
@@ -86,8 +86,8 @@ def contribution_norms(decoder: Decoder) -> list[float]:
 
     sums: list[list[float]] = [[] for _ in untrained]
     for found in decoder.each(sums_of, pieces_of([(slice(0, decoder.num_elements), None)])):
-        for own, piece in zip(sums, found, strict=True):
-            own += piece
+        for total, own_sums in zip(sums, found, strict=True):
+            total += own_sums
     norms = []
     for own, gaps in zip(sums, untrained, strict=True):
         trained = decoder.num_elements - sum(gap.stop - gap.start for gap in gaps)
@@ -113,7 +113,8 @@ def measure_tensors(
     """Measurements by (tensor, contribution). `learners`: of each tensor to measure, the contributions to measure."""
 
     def sums_of(pieces: list[tuple[slice, int]]) -> list[tuple[Key, list[float], list[float]]]:
-        own, found = decoder.run_around(slice(pieces[0][0].start, pieces[-1][0].stop)), []
+        own = decoder.run_around(slice(pieces[0][0].start, pieces[-1][0].stop))
+        found: list[tuple[Key, list[float], list[float]]] = []
         for index in sorted({index for _, tensor in pieces for index in learners[tensor]}):
             decoded: Tensor | None = None
             for piece, tensor in pieces:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from diloco.compute.threads import ThreadMap, num_cores
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import AppliedUpdate, GlobalFragment, apply_lossless_update, apply_update
 from diloco.core.memory import Each, one_by_one
@@ -28,7 +29,6 @@ from diloco.exchange.wire.values import value_of
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
-from diloco.run.thread_map import ThreadMap, num_cores
 
 log = logging.getLogger("diloco")
 

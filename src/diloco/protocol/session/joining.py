@@ -92,10 +92,11 @@ class Departure:
 
     Attributes:
         gone_timeout_s: the timeout of the goodbye to a syncer that does not answer.
+        over_at: when the learner stops waiting for the answer to its goodbye; infinite until it says one.
     """
 
     def __init__(self) -> None:
-        self._leave_by = self._heard_at = math.inf
+        self._leave_by = self._heard_at = self.over_at = math.inf
         self.gone_timeout_s = GONE_TIMEOUT_S
 
     def begin(self, now: float, timeout_s: float) -> None:

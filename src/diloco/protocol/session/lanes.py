@@ -135,6 +135,11 @@ class ControlConnection:
         """Whether a connection is to the address of the syncer that answered last."""
         return address_of(connection, self._num_addresses) == self._dialled
 
+    @property
+    def followed(self) -> int:
+        """The current connection, or the next one to the address of the syncer that answered last."""
+        return self.number + (self._dialled - address_of(self.number, self._num_addresses)) % self._num_addresses
+
     def failed(self, connection: int) -> list[requests.CloseConnection]:
         """A request over this connection failed."""
         if connection != self.number:

@@ -349,6 +349,8 @@ class SessionCore(SessionState):
         if isinstance(request, requests.Leave):
             if isinstance(error, StaleIncarnationError) and request.claim.incarnation:
                 return self._say_late(now)  # the notice of its eviction was lost
+            if isinstance(error, UnreachableError) and (again := self._say_elsewhere(now, request)) is not None:
+                return [again]
             return [requests.Warn(f"{self._claim.learner} left without the syncer's answer: {error}"), *self._over()]
         if self.phase == "drained":
             return []

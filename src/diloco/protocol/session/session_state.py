@@ -223,7 +223,7 @@ class SessionState:
         is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
-        leave = self._goodbye(self.claim, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
+        leave = self._goodbye(now, self.claim, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
         text = f"{self._claim.learner} leaves while a contribution is still in flight"
         return [requests.Warn(text), leave] if is_sending else [leave]
 
@@ -233,11 +233,20 @@ class SessionState:
             return self._over()
         departure = self._departure
         timeout_s = departure.gone_timeout_s if self._lanes.is_away else departure.timeout_s(now)
-        return [self._goodbye(replace(self.claim, incarnation=0), timeout_s)]
+        return [self._goodbye(now, replace(self.claim, incarnation=0), timeout_s)]
 
-    def _goodbye(self, claim: Claim, timeout_s: float) -> requests.Leave:
+    def _goodbye(self, now: float, claim: Claim, timeout_s: float) -> requests.Leave:
+        """It is for the syncer that answered last: one late heartbeat makes a learner ask another, which may wait."""
         self.phase, self.wake_at = "parting", math.inf
-        return requests.Leave(claim, self._lanes.connection.number, timeout_s, self._heartbeat.report)
+        self._departure.over_at = now + timeout_s
+        return requests.Leave(claim, self._lanes.connection.followed, timeout_s, self._heartbeat.report)
+
+    def _say_elsewhere(self, now: float, leave: requests.Leave) -> requests.Leave | None:
+        """The goodbye to the next address, which may have taken over, once each and within the time of the first."""
+        left_s, connection = self._departure.over_at - now, leave.connection + 1
+        if left_s <= 0 or self._lanes.connection.is_followed(connection):
+            return None
+        return replace(leave, connection=connection, timeout_s=left_s)
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf

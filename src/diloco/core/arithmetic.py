@@ -1,13 +1,13 @@
-"""Loops over host memory, compiled at run time by Numba: the bits of the torch operations, several times as fast.
+"""How the arithmetic of long vectors on the host is computed: by torch operations, or by loops that Numba compiles at
+run time (`diloco.compute`), which give the same bits several times as fast.
 
-They stand beside the torch operations, which are the reference and take the same arguments: the block formats
-(`core.codecs.blocks`), block sums (`core.merges.measures`), outer steps (`core.outer`), and the flush of denormals
-(`core.memory`). A loop holds the interpreter's lock only while it starts. It does one thing to a whole run of segments,
-whose blocks stay near a core; what comes before and after in a round's passes (`core.global_fragment`) finds the run in
-the core's cache.
+The torch operations are the reference. The loops stand in for those that cost most: the block formats and casts
+(`core.codecs`), weighted sums and block sums (`core.merges`), outer steps and what surrounds them (`core.outer`,
+`core.global_fragment`), the flush of denormals (`core.memory`). A loop holds the interpreter's lock only while it
+starts. It goes through a run of segments, whose blocks stay near a core.
 
 What codecs and outer optimizers do to one element is a function of theirs, in their own files; one without it is
-computed by torch. Nothing here imports Numba before the first long vector.
+computed by torch. Numba is imported when the first long vector comes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import logging
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from diloco.core.codecs import Codec
-
 log = logging.getLogger("diloco")
 
-_LOOPS = "diloco.core.compiled.numba_loops"
+_LOOPS = "diloco.compute.loops"
 
 Arithmetic = Literal["auto", "compiled", "torch"]
 
@@ -75,12 +70,12 @@ def prepare(num_elements: int) -> None:
         _chosen.arithmetic = "torch"
 
 
-def reading(codec: Codec, payload: Tensor) -> ModuleType | None:
-    """As `loops`, if they can read this payload, which may begin at any address."""
+def reading(codec: Any, payload: Any) -> ModuleType | None:
+    """As `loops`, if they can read this payload (a tensor) of this codec."""
     loops = _chosen.loops
     return loops if loops is not None and payload.device.type == "cpu" and loops.can_read(codec, payload) else None
 
 
 def loops() -> ModuleType | None:
-    """The module `numba_loops`, if compiled loops are to be used now; None: use torch operations."""
+    """The module `compute.loops`, if compiled loops are to be used now; None: use torch operations."""
     return _chosen.loops

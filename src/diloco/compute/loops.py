@@ -15,10 +15,10 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from diloco.compute.compiling import inlined, loop, once, pointer
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.blocks import SMALLEST_SCALE_BITS, ScaledBlocks
 from diloco.core.codecs.floats import Cast
-from diloco.core.compiled.compiling import inlined, loop, once, pointer
 from diloco.core.outer import Outer
 
 _f32, _f64, _i32, _u8 = np.float32, np.float64, np.int32, np.uint8
@@ -55,7 +55,7 @@ def _encoder(codec: ScaledBlocks) -> Callable[..., int]:
                     magnitude = max(magnitude, own_bits[i] & _i32(0x7FFFFFFF))
                 largest = max(largest, magnitude)
                 found = _f32(min(_i32(magnitude).view(_f32) * reciprocal, largest_scale)).view(_i32)
-                scale = (found + 0x7FFF + ((found >> 16) & 1)) >> 16  # to bf16, ties to even
+                scale: Any = (found + 0x7FFF + ((found >> 16) & 1)) >> 16  # to bf16, ties to even
                 scale = scale if scale >= smallest else 0
                 divisor = _i32(scale << 16).view(_f32) if scale else _f32(math.inf)
                 out[at_scale], out[at_scale + 1] = scale & 0xFF, scale >> 8
@@ -328,8 +328,8 @@ def _formula_of(outer: Outer) -> tuple[Callable[..., Any], Any, Any]:
 
 
 def change(outer: Outer, params: Tensor, delta: Tensor, vector: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """Write Θ* − Θ + e of an outer step to `out`; no `residual` e: Θ* − Θ. Returns whether that and the optimizer's new
-    state are finite."""
+    """Write Θ* − Θ + e of an outer step to `out`; no `residual` e: Θ* − Θ. Returns whether the optimizer's new state is
+    finite."""
     e = params[:0] if residual is None else residual
     return bool(_changer(outer)(*(each.numpy() for each in (params, delta, vector, e, out))))
 
@@ -343,13 +343,10 @@ def _changer(outer: Outer) -> Callable[..., bool]:
         largest = _i32(0)
         for i in range(len(params)):
             param, kept = step(a, b, params[i], delta[i], vector[i])
-            found = _f32(param - params[i])
-            out[i] = found
+            out[i] = param - params[i]
             largest = max(largest, _f32(kept).view(_i32) & _i32(0x7FFFFFFF))
         for i in range(len(residual)):
             out[i] += residual[i]
-        for i in range(len(out)):
-            largest = max(largest, _f32(out[i]).view(_i32) & _i32(0x7FFFFFFF))
         return largest < 0x7F800000
 
     return changes

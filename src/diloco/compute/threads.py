@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 def num_cores() -> int:

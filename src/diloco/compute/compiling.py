@@ -104,8 +104,8 @@ def _compiled(function: Callable[..., Any], signature: str, directory: Path | No
 @cache
 def cache_directory() -> Path | None:
     """The directory of compiled loops, one for each state of the sources; None: no directory can be written to."""
-    core, sources = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted([*core.glob("*.py"), *core.glob("codecs/*.py"), *core.glob("compiled/*.py")]):
+    package, sources = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted([*package.glob("compute/*.py"), *package.glob("core/*.py"), *package.glob("core/codecs/*.py")]):
         sources.update(path.read_bytes())
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
