@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,19 +92,19 @@ def vector(num_elements: int, seed: int, *, finite: bool = True) -> Tensor:
     numbers, the largest ones; not `finite`: an inf or NaN at some place."""
     generator = torch.Generator().manual_seed(seed)
     rows = -(-num_elements // 64)
-    x = torch.randn(rows, 64, generator=generator)
+    x, kind = torch.randn(rows, 64, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
     exponent = torch.randint(-135, 100, (rows, 1), generator=generator).double().exp2().float()
-    ties = torch.randint(-15, 16, (rows, 64), generator=generator).float() / 2  # of whole numbers up to 7, of E3M0
+    ties = (x * 6).round() / 2  # of whole numbers up to 7, of E3M0
     ties[:, 0] = 7.0
-    edge = torch.randint(0, 2**31 - 1, (rows, 64), generator=generator, dtype=torch.int64).to(torch.int32)
-    edge = (edge & 0x7FFF0000 | 0x8000) - (edge & 1)  # halfway between two numbers of bf16, or next to it
-    edge = torch.where(edge >= 0x7F000000, edge & 0x3FFFFFFF, edge)
-    kinds = [
-        x * 0.01, x * exponent, ties, ties * exponent, edge.view(torch.float32), x * 2.0**-127, x * 2.0**-145,
-        torch.copysign(torch.zeros(rows, 64), x), torch.full((rows, 64), 1.5), x.sign() * 2.0**118,
-    ]  # fmt: skip
-    chosen = torch.randint(0, len(kinds), (rows,), generator=generator)
-    found = torch.stack(kinds)[chosen, torch.arange(rows)].flatten()[:num_elements].clone()
+    halfway = x.view(torch.int32) & -0x10000 | 0x8000  # between two numbers of bf16, or next to it
+    halfway[:, ::3] -= 1
+    kinds = (
+        x * 0.01, x * exponent, ties, ties * exponent, halfway.view(torch.float32), x * 2.0**-127, x * 2.0**-145,
+        x * 0.0, torch.full_like(x, 1.5), x.sign() * 2.0**118,
+    )  # fmt: skip
+    for i, each in enumerate(kinds):
+        x[kind == i] = each[kind == i]
+    found = x.flatten()[:num_elements].clone()
     if not finite:
         place = int(torch.randint(0, num_elements, (1,), generator=generator))
         found[place] = (math.inf, -math.inf, math.nan)[seed % 3]
@@ -240,17 +241,25 @@ SHAPES = [(1,), (63,), (4097, 3), (32768, 5), (77, 32767, 4099), (RUN_ELEMENTS -
 
 
 def of_learner(sizes: Sequence[int], common: Tensor, learner: int, seed: int) -> Tensor:
-    """What a learner brings. Tensor by tensor: like the others', zeros, very short, of cancelled direction, or anything."""
+    """What a learner brings, tensor by tensor: like the others', cancelling them, zeros, very short, or anything."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for i, part in enumerate(common.split(list(sizes))):
         noise = torch.randn(len(part), generator=generator)
-        kinds = [
-            part + 0.7 * noise, part * (-1.0) ** learner, torch.zeros_like(part), noise * 1e-39, noise * 2.0**-130,
-            vector(len(part), seed + i) * 2.0**-20,
-        ]  # fmt: skip
         same = int(torch.randint(0, 10, (1,), generator=torch.Generator().manual_seed(seed // 1000 + i)))
-        parts.append(kinds[same if same < 2 else int(torch.randint(0, len(kinds), (1,), generator=generator))])
+        match same if same < 2 else int(torch.randint(0, 6, (1,), generator=generator)):
+            case 0:
+                parts.append(part + 0.7 * noise)
+            case 1:
+                parts.append(part * (-1.0) ** learner)
+            case 2:
+                parts.append(torch.zeros_like(part))
+            case 3:
+                parts.append(noise * 1e-39)
+            case 4:
+                parts.append(noise * 2.0**-130)
+            case _:
+                parts.append(vector(len(part), seed + i) * 2.0**-20)
     return torch.cat(parts)
 
 
@@ -413,16 +422,11 @@ def test_rounds(kind: str, down: str, threads: Mapping[int, ThreadMap]) -> None:
     """In place or not, in any number of threads: payload, digest, Θ, residual and outer state."""
     how = methods(down)[kind]
     for num_elements, averaged in ((5, False), (1003, True), (MANY, False)):
-        places = tensors(num_elements, averaged=averaged)
-        expected = outcome("torch", lambda: rounds(how, num_elements, places, threads[1], in_place=False))
-        for arithmetic_, num, in_place in (
-            ("torch", 3, True), ("compiled", 1, False), ("compiled", 2, True),
-        ):  # fmt: skip
-            found = outcome(
-                arithmetic_,  # type: ignore[arg-type]
-                lambda num=num, in_place=in_place: rounds(how, num_elements, places, threads[num], in_place=in_place),
-            )
-            assert found == expected, (arithmetic_, num, in_place)
+        compute = partial(rounds, how, num_elements, tensors(num_elements, averaged=averaged))
+        expected = outcome("torch", partial(compute, threads[1], in_place=False))
+        assert outcome("torch", partial(compute, threads[3], in_place=True)) == expected
+        assert outcome("compiled", partial(compute, threads[1], in_place=False)) == expected
+        assert outcome("compiled", partial(compute, threads[2], in_place=True)) == expected
 
 
 @pytest.mark.parametrize("in_place", [False, True])
