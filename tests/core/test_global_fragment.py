@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -312,6 +313,8 @@ def test_an_outer_state_or_a_step_of_the_learners_that_overflows_is_refused(
 @dataclass(frozen=True)
 class Unreadable(Int4):
     """Cannot decode what it encodes."""
+
+    value_of: ClassVar[Any] = None  # loops cannot read it, so `decode_rows` does
 
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
         raise CorruptPayloadError("unreadable")

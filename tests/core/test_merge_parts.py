@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merge_into
 from diloco.core.merges.decoding import RUN_SEGMENTS
-from diloco.core.merges.measures import BLOCK_ELEMENTS, block_sums, norm
+from diloco.core.merges.measures import BLOCK_ELEMENTS, block_sums, norm, pieces_of
 from diloco.core.merges.medians import sorted_vectors
 
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
@@ -186,6 +186,7 @@ def test_directions_that_cancel_over_several_runs_give_the_mean() -> None:
 class Counting(Int4):
     """Counts the elements that are decoded."""
 
+    value_of: ClassVar[Any] = None  # loops cannot read it, so `decode_rows` does
     decoded: list[int] = field(default_factory=list)
 
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Any) -> None:
@@ -195,9 +196,10 @@ class Counting(Int4):
 
 @pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
 def test_contributions_are_decoded_once_or_twice(how: Merge) -> None:
-    codec, num_elements = Counting(), sum(SIZES)
-    merged_vector(
-        how, codec, random_contributions(3, num_elements), tensors(*SIZES), num_elements, torch.randn(num_elements)
-    )
+    """Pieces of tensors that are measured one after the other share a segment at most."""
+    codec, num_elements, places = Counting(), sum(SIZES), tensors(*SIZES)
+    contributions, momentum = random_contributions(3, num_elements), torch.randn(num_elements)
+    merged_vector(how, codec, contributions, places, num_elements, momentum)
     measured, kept = 0 if how.elementwise else 3, 2 if isinstance(how, MultiKrum) else 3
-    assert sum(codec.decoded) == (measured + kept) * num_elements
+    num_pieces = len(list(pieces_of([(each.elements, None) for each in places])))
+    assert 0 <= sum(codec.decoded) - (measured + kept) * num_elements <= measured * num_pieces * SEGMENT_ELEMENTS

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from pickle import UnpicklingError
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -31,9 +30,6 @@ log = logging.getLogger("diloco")
 T = TypeVar("T")
 
 _SLOW_S = 2.0
-
-_UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, LookupError, TypeError, AttributeError, ImportError)
-"""What Numba raises for a damaged file of its cache."""
 
 _compiling = RLock()
 
@@ -77,7 +73,7 @@ def loop(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         with _compiling:  # Numba's directory of compiled functions is a setting of the process
             try:
                 made = _compiled(function, signature, cache_directory())
-            except _UNREADABLE as error:
+            except Exception as error:  # noqa: BLE001 - a damaged file of Numba's cache raises anything
                 text = "the loop %r cannot be taken from %s (%r), and is compiled anew; delete that directory."
                 log.warning(text, function.__name__, cache_directory(), error)
                 made = _compiled(function, signature, None)

@@ -63,6 +63,7 @@ def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         torch.set_num_threads(1)  # of this thread, and of all that begin later
+        torch.get_num_threads()  # or this thread's first operation takes the number that is set then
         started.wait()
 
     pool = ThreadPoolExecutor(num_threads, "diloco-runs", initializer=begin)

@@ -1,0 +1,156 @@
+"""What compiled loops need of a machine: Numba, and a place for what was compiled, or none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from numba import njit
+
+from diloco.compute import compiling, threads
+from diloco.core import arithmetic
+from diloco.errors import ConfigError
+
+ENCODE = """
+import hashlib, logging
+logging.basicConfig(level=logging.INFO)
+import torch
+from diloco.core import arithmetic
+from diloco.core.codecs import BF16
+arithmetic.choose("compiled")
+print(hashlib.sha256(BF16().encode(torch.arange(1000.0)).numpy()).hexdigest())
+"""
+
+WITHOUT_NUMBA = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numba":
+            raise ImportError("no numba here")
+sys.meta_path.insert(0, Blocker())
+"""
+
+CHOOSE = "try: arithmetic.choose('compiled')\nexcept arithmetic.ConfigError as error: print(error)"
+
+
+def ran(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def files_of(cache: Path) -> dict[Path, int]:
+    """The files of a cache, and when each was written."""
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+
+
+def test_loops_are_compiled_once_a_machine_and_anew_where_their_files_are_damaged(tmp_path: Path) -> None:
+    first = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
+    files = files_of(tmp_path)
+    assert {path.suffix for path in files} == {".nbi", ".nbc"}
+    again = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+    assert files_of(tmp_path) == files  # nothing was compiled
+    for suffix, damaged in ((".nbi", b""), (".nbc", bytes(5000))):
+        for path in files:
+            if path.suffix == suffix:
+                path.write_bytes(damaged)
+        found = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
+        assert found.stdout == first.stdout
+        assert "the loop 'narrow' cannot be taken from" in found.stderr
+        assert f"{tmp_path}/diloco/loops-" in found.stderr
+
+
+def test_without_a_place_for_a_cache_loops_are_compiled_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    found = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path / "file" / "below"))
+    assert len(found.stdout) == 65
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user whom the system does not know, as in a container
+    compiling.cache_directory.cache_clear()
+    assert compiling.cache_directory() is None
+    compiling.cache_directory.cache_clear()
+
+
+def test_without_numba_torch_computes_and_says_so_once() -> None:
+    code = (
+        WITHOUT_NUMBA
+        + (
+            "import torch; from diloco.core import arithmetic; from diloco.core.codecs import FP32\n"
+            "x = torch.ones(arithmetic.WORTH_ELEMENTS)\n"
+            "for _ in range(2): FP32().encode(x)\n"
+            "assert arithmetic.loops() is None\n"
+        )
+        + CHOOSE
+    )
+    done = ran(code)
+    assert done.stdout == "the compiled loops cannot be loaded (no numba here); choose auto or torch.\n"
+    assert done.stderr == (
+        "the compiled loops cannot be loaded (no numba here); torch computes the same, more slowly.\n"
+    )
+
+
+def test_loops_that_numba_is_told_not_to_compile_are_not_loaded() -> None:
+    code = "from diloco.core import arithmetic\n" + CHOOSE
+    assert "NUMBA_DISABLE_JIT is set" in ran(code, NUMBA_DISABLE_JIT="1").stdout
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the arithmetic is one of auto, compiled, torch, not 'fast'"):
+        arithmetic.choose("fast")  # type: ignore[arg-type]
+
+
+def test_loops_are_loaded_for_long_vectors_only() -> None:
+    arithmetic.choose("auto")
+    arithmetic.prepare(arithmetic.WORTH_ELEMENTS - 1)
+    assert arithmetic.loops() is None
+    arithmetic.prepare(arithmetic.WORTH_ELEMENTS)
+    assert arithmetic.loops() is not None
+    arithmetic.choose("torch")
+    arithmetic.prepare(arithmetic.WORTH_ELEMENTS)
+    assert arithmetic.loops() is None
+
+
+def test_of_several_threads_one_compiles() -> None:
+    made, barrier = list[int](), threading.Barrier(3)
+
+    @compiling.once
+    def make(number: int) -> object:
+        made.append(number)
+        return njit("int64(int64)")(lambda x: x + 1)
+
+    def need(_: int) -> object:
+        barrier.wait()
+        return make(7)
+
+    each = threads.ThreadMap(3)
+    first, *others = each(need, range(3))
+    each.close()
+    assert made == [7]
+    assert all(other is first for other in others)
+
+
+def test_a_run_of_a_small_model_needs_no_numba() -> None:
+    """Neither its learners nor what closes its rounds."""
+    code = (
+        "import sys, torch, diloco\n"
+        "def train(exchange):\n"
+        "    model = torch.nn.Linear(30, 30)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    with diloco.Learner(model, optimizer, exchange=exchange) as learner:\n"
+        "        while not learner.done:\n"
+        "            model(torch.randn(8, 30)).square().mean().backward()\n"
+        "            optimizer.step(); optimizer.zero_grad(); learner.step(tokens=8)\n"
+        "diloco.run_local(train, learners=2, method=diloco.DiLoCo(sync_every=2, codec='e3m0'), steps=4)\n"
+        "sys.exit('numba' in sys.modules)"
+    )
+    ran(code)
