@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,19 +92,19 @@ def vector(num_elements: int, seed: int, *, finite: bool = True) -> Tensor:
     numbers, the largest ones; not `finite`: an inf or NaN at some place."""
     generator = torch.Generator().manual_seed(seed)
     rows = -(-num_elements // 64)
-    x = torch.randn(rows, 64, generator=generator)
+    x, kind = torch.randn(rows, 64, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
     exponent = torch.randint(-135, 100, (rows, 1), generator=generator).double().exp2().float()
-    ties = torch.randint(-15, 16, (rows, 64), generator=generator).float() / 2  # of whole numbers up to 7, of E3M0
+    ties = (x * 6).round() / 2  # of whole numbers up to 7, of E3M0
     ties[:, 0] = 7.0
-    edge = torch.randint(0, 2**31 - 1, (rows, 64), generator=generator, dtype=torch.int64).to(torch.int32)
-    edge = (edge & 0x7FFF0000 | 0x8000) - (edge & 1)  # halfway between two numbers of bf16, or next to it
-    edge = torch.where(edge >= 0x7F000000, edge & 0x3FFFFFFF, edge)
-    kinds = [
-        x * 0.01, x * exponent, ties, ties * exponent, edge.view(torch.float32), x * 2.0**-127, x * 2.0**-145,
-        torch.copysign(torch.zeros(rows, 64), x), torch.full((rows, 64), 1.5), x.sign() * 2.0**118,
-    ]  # fmt: skip
-    chosen = torch.randint(0, len(kinds), (rows,), generator=generator)
-    found = torch.stack(kinds)[chosen, torch.arange(rows)].flatten()[:num_elements].clone()
+    halfway = x.view(torch.int32) & -0x10000 | 0x8000  # between two numbers of bf16, or next to it
+    halfway[:, ::3] -= 1
+    kinds = (
+        x * 0.01, x * exponent, ties, ties * exponent, halfway.view(torch.float32), x * 2.0**-127, x * 2.0**-145,
+        x * 0.0, torch.full_like(x, 1.5), x.sign() * 2.0**118,
+    )  # fmt: skip
+    for i, each in enumerate(kinds):
+        x[kind == i] = each[kind == i]
+    found = x.flatten()[:num_elements].clone()
     if not finite:
         place = int(torch.randint(0, num_elements, (1,), generator=generator))
         found[place] = (math.inf, -math.inf, math.nan)[seed % 3]
@@ -240,17 +241,25 @@ SHAPES = [(1,), (63,), (4097, 3), (32768, 5), (77, 32767, 4099), (RUN_ELEMENTS -
 
 
 def of_learner(sizes: Sequence[int], common: Tensor, learner: int, seed: int) -> Tensor:
-    """What a learner brings. Tensor by tensor: like the others', zeros, very short, of cancelled direction, or anything."""
+    """What a learner brings, tensor by tensor: like the others', cancelling them, zeros, very short, or anything."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for i, part in enumerate(common.split(list(sizes))):
         noise = torch.randn(len(part), generator=generator)
-        kinds = [
-            part + 0.7 * noise, part * (-1.0) ** learner, torch.zeros_like(part), noise * 1e-39, noise * 2.0**-130,
-            vector(len(part), seed + i) * 2.0**-20,
-        ]  # fmt: skip
         same = int(torch.randint(0, 10, (1,), generator=torch.Generator().manual_seed(seed // 1000 + i)))
-        parts.append(kinds[same if same < 2 else int(torch.randint(0, len(kinds), (1,), generator=generator))])
+        match same if same < 2 else int(torch.randint(0, 6, (1,), generator=generator)):
+            case 0:
+                parts.append(part + 0.7 * noise)
+            case 1:
+                parts.append(part * (-1.0) ** learner)
+            case 2:
+                parts.append(torch.zeros_like(part))
+            case 3:
+                parts.append(noise * 1e-39)
+            case 4:
+                parts.append(noise * 2.0**-130)
+            case _:
+                parts.append(vector(len(part), seed + i) * 2.0**-20)
     return torch.cat(parts)
 
 
@@ -273,16 +282,16 @@ def cases(draw: st.DrawFn, codecs: Sequence[Codec] = tuple(CODECS_OF_MERGES)) ->
         torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)),
         st.frozensets(st.integers(0, len(sizes) - 1)),
     )
-    contributions = []
+    contributions, late = [], draw(st.sampled_from([False, False, True]))  # loops read contributions of one payload
     for i in range(draw(st.integers(1, 4))):
-        num = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        num = draw(st.integers(1, 3)) if late else 1
         payloads = tuple(codec.encode(of_learner(sizes, common, i, seed + 10 * i + j)) for j in range(num))
         contributions.append(Encoded(
             f"learner-{i}", payloads, draw(st.sampled_from([0.0, 1.0, 1.0, 3.0, 0.1, 1e-44, 7e11])),
             staleness=draw(st.integers(0, 2)),
             tensors=draw(st.one_of(st.none(), st.none(), subsets)),
             shares=draw(st.one_of(st.none(), st.tuples(*[st.sampled_from([0.0, 0.3, 1.0])] * len(sizes)))),
-            parts=draw(st.one_of(st.just(()), st.tuples(*[st.one_of(st.none(), subsets)] * num))),
+            parts=draw(st.one_of(st.just(()), st.tuples(*[st.one_of(st.none(), subsets)] * num))) if late else (),
         ))  # fmt: skip
     assume(any(each.weight for each in contributions))
     return Case(codec, places, contributions, 0.01 * common + vector(sum(sizes), seed) * 2.0**-20)
@@ -290,7 +299,7 @@ def cases(draw: st.DrawFn, codecs: Sequence[Codec] = tuple(CODECS_OF_MERGES)) ->
 
 @pytest.mark.parametrize("how", [*(kind() for kind in MERGES), RadialDirectional(()), HeLoCo(0.9)], ids=str)
 @given(case=cases())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_merges_of_any_contributions(how: Merge, case: Case, threads: Mapping[int, ThreadMap]) -> None:
     def compute(num: int) -> Tensor:
         out = torch.full((case.num_elements,), math.nan)
@@ -298,14 +307,13 @@ def test_merges_of_any_contributions(how: Merge, case: Case, threads: Mapping[in
         return out
 
     found = require_same(lambda: compute(1))
-    for num in (2, 3):
-        assert outcome("compiled", lambda num=num: compute(num)) == found
+    assert outcome("compiled", lambda: compute(2)) == found
     assert outcome("torch", lambda: compute(3)) == found
 
 
 @pytest.mark.parametrize("screen", [NormOutliers(1.0), NormZScore(0.5)], ids=str)
 @given(case=cases())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_screens_refuse_the_same_learners(screen: Any, case: Case, threads: Mapping[int, ThreadMap]) -> None:
     def compute(num: int) -> Any:
         return refused_by(screen, case.codec, case.contributions, case.places, case.num_elements, threads[num])
@@ -323,7 +331,7 @@ def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
         Placement(TensorSpec("b", (30001,), "float32"), 40000),
     )
     generator = torch.Generator().manual_seed(0)
-    for scale, weights in itertools.product((1e-35, 1e-38, 1e-42), ((1.0, 1.0), (1e-300, 1e300), (1e11, 3e-7))):
+    for scale, weights in itertools.product((1e-35, 1e-38, 1e-42), ((3.0, 1.0), (1e-300, 1e300), (1e11, 3e-7))):
         values = scale * torch.randn(2, 70001, generator=generator)
         values[1, :100] = torch.randn(100, generator=generator)
         contributions = [Encoded(str(i), (codec.encode(values[i]),), weights[i]) for i in range(2)]
@@ -365,8 +373,8 @@ def test_a_contribution_that_is_damaged_in_the_middle(
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
-MANY = 2 * RUN_ELEMENTS + SEGMENT_ELEMENTS + 1001
-DOWN = ["fp32", "bf16", "int8", "int4", "e3m0", "2bit"]
+MANY = RUN_ELEMENTS + SEGMENT_ELEMENTS + 1001
+DOWN = ["fp32", "bf16", "int4", "e3m0", "2bit"]
 
 
 def methods(down: str) -> dict[str, Method]:
@@ -413,19 +421,12 @@ def rounds(how: Method, num_elements: int, places: Sequence[Placement], each: An
 def test_rounds(kind: str, down: str, threads: Mapping[int, ThreadMap]) -> None:
     """In place or not, in any number of threads: payload, digest, Θ, residual and outer state."""
     how = methods(down)[kind]
-    for num_elements, averaged in ((1, False), (1003, True), (MANY, False), (MANY, True)):
-        places = tensors(num_elements, averaged=averaged) if num_elements > 2 else tensors(3)[1:2]
-        if num_elements == 1:
-            places = (Placement(TensorSpec("w", (1,), "float32"), 0),)
-        expected = outcome("torch", lambda: rounds(how, num_elements, places, threads[1], in_place=False))
-        for arithmetic_, num, in_place in (
-            ("torch", 3, True), ("compiled", 1, False), ("compiled", 2, True), ("compiled", 3, True),
-        ):  # fmt: skip
-            found = outcome(
-                arithmetic_,  # type: ignore[arg-type]
-                lambda num=num, in_place=in_place: rounds(how, num_elements, places, threads[num], in_place=in_place),
-            )
-            assert found == expected, (arithmetic_, num, in_place)
+    for num_elements, averaged in ((5, False), (1003, True), (MANY, False)):
+        compute = partial(rounds, how, num_elements, tensors(num_elements, averaged=averaged))
+        expected = outcome("torch", partial(compute, threads[1], in_place=False))
+        assert outcome("torch", partial(compute, threads[3], in_place=True)) == expected
+        assert outcome("compiled", partial(compute, threads[1], in_place=False)) == expected
+        assert outcome("compiled", partial(compute, threads[2], in_place=True)) == expected
 
 
 @pytest.mark.parametrize("in_place", [False, True])
