@@ -105,7 +105,8 @@ def _cases(num_elements: int) -> Iterator[_Case]:
     places = places_of(num_elements)
 
     def closing(method: Method, codec: Codec, num_learners: int) -> Callable[[Each], object]:
-        held = replace(GlobalFragment.first(method, 0, theta), residual=torch.zeros(num_elements))
+        residual = None if method.down.lossless else torch.zeros(num_elements)
+        held = replace(GlobalFragment.first(method, 0, theta), residual=residual)
         encoded = [
             Encoded(f"learner-{i}", (codec.encode(0.01 * torch.randn(num_elements, generator=generator)),), 1.0 + i / 8)
             for i in range(num_learners)

@@ -115,7 +115,7 @@ def peak_row(name: str, its: Taken) -> dict[str, Any]:
 def taken(case: Case) -> Taken:
     """What a case takes, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.memory", "--case", json.dumps(asdict(case))]
-    ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
     return Taken(**json.loads(ended.stdout.splitlines()[-1]))
 
 
