@@ -25,23 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diloco.compute.threads import ThreadMap, num_cores
 
 import diloco
 from benchmarks.merges import places_of
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs import E3M0, FP32, Codec, compress
 from diloco.core.global_fragment import GlobalFragment, apply_lossless_update, apply_update, close
 from diloco.core.memory import Each, one_by_one
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.run.thread_map import ThreadMap, num_cores
 
 NUM_ELEMENTS = 32_000_000
 NUM_LEARNERS = 8
 MEAN = diloco.DiLoCo(sync_every=1, codec="e3m0")
 RADIAL = replace(MEAN, merge=diloco.RadialDirectional())
-_WAYS: dict[str, tuple[compiled.Arithmetic, bool]] = {
+_WAYS: dict[str, tuple[arithmetic.Arithmetic, bool]] = {
     "torch, one thread": ("torch", False),
     "compiled, one thread": ("compiled", False),
     "compiled, all cores": ("compiled", True),
@@ -75,7 +75,7 @@ def measure(num_elements: int, repeats: int) -> list[dict[str, Any]]:
             rows += _measured(case, num_elements, repeats, threads)
     finally:
         threads.close()
-        compiled.choose("auto")
+        arithmetic.choose("auto")
         torch.set_num_threads(num_threads)
     return rows
 
@@ -87,7 +87,7 @@ def _measured(case: _Case, num_elements: int, repeats: int, threads: Each) -> It
     ratios: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
         for way, (arithmetic, all_cores) in ways.items():
-            compiled.choose(arithmetic)
+            arithmetic.choose(arithmetic)
             copy_s = min(_seconds(lambda: copied.copy_(source)) for _ in range(3))
             own_s = _seconds(partial(case.action, threads if all_cores else one_by_one))
             if turn:  # the first one warms up
@@ -155,7 +155,7 @@ def _use_first() -> float:
     num_elements = 1 << 16
     theta, places = torch.randn(num_elements), places_of(num_elements)
     began_s = time.perf_counter()
-    compiled.choose("compiled")
+    arithmetic.choose("compiled")
     encoded = [Encoded("learner", compress(E3M0(), theta, theta)[:1], 1.0)]
     held = GlobalFragment.first(RADIAL, 0, theta)
     published = close(RADIAL, held, encoded, places, in_place=True)

@@ -29,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import diloco
-from diloco.core import compiled
+from diloco.core import arithmetic
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.layout import Fragment, Layout, TensorSpec, place
 from diloco.core.method import Method
@@ -69,7 +69,7 @@ class Case:
     num_fragments: int
     num_learners: int
     num_parameters: int
-    arithmetic: compiled.Arithmetic = "auto"
+    computes: arithmetic.Arithmetic = "auto"
     num_threads: int | None = None
 
 
@@ -122,7 +122,7 @@ def taken(case: Case) -> Taken:
 def measure(case: Case) -> Taken:
     """What a case takes in this process, beyond the memory that it has now."""
     torch.set_num_threads(1)
-    compiled.choose(case.arithmetic)
+    arithmetic.choose(case.computes)
     method = replace(METHODS[case.method], quorum=diloco.AllLive(case.num_learners))
     size = case.num_parameters // case.num_fragments
     layout = layout_of(case.num_fragments, size)

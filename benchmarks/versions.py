@@ -29,12 +29,12 @@ from torch import Tensor
 import diloco
 from benchmarks.memory import METHODS, NUM_PARAMETERS, Case, Taken, job_seconds, layout_of, peak_row, taken
 from benchmarks.transfer import WireLearner, serving
-from diloco.core import compiled
+from diloco.core import arithmetic
 
 NUM_LEARNERS = 8
 NUM_FRAGMENTS = 24
 _NUM_ROUNDS = 10
-_WAYS: tuple[tuple[str, compiled.Arithmetic, int | None], ...] = (
+_WAYS: tuple[tuple[str, arithmetic.Arithmetic, int | None], ...] = (
     ("torch, one thread", "torch", 1), ("compiled, all cores", "compiled", None),
 )  # fmt: skip
 
@@ -51,9 +51,9 @@ def run(quick: bool) -> list[dict[str, Any]]:
 def _cases(num_parameters: int) -> Iterator[tuple[str, Case]]:
     for method in ("mean, e3m0", "radial, e3m0"):
         for num_fragments in (1, NUM_FRAGMENTS):
-            for way, arithmetic, num_threads in _WAYS:
+            for way, computes, num_threads in _WAYS:
                 name = f"{method}, fragments: {num_fragments}: {way}"
-                yield name, Case(method, num_fragments, NUM_LEARNERS, num_parameters, arithmetic, num_threads)
+                yield name, Case(method, num_fragments, NUM_LEARNERS, num_parameters, computes, num_threads)
 
 
 def _row(name: str, its: Taken, num_elements: int) -> dict[str, Any]:
