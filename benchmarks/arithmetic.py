@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diloco.compute.threads import ThreadMap, num_cores
 
 import diloco
 from benchmarks.merges import places_of
+from diloco.compute.threads import ThreadMap, num_cores
 from diloco.core import arithmetic
 from diloco.core.codecs import E3M0, FP32, Codec, compress
 from diloco.core.global_fragment import GlobalFragment, apply_lossless_update, apply_update, close
@@ -86,8 +86,8 @@ def _measured(case: _Case, num_elements: int, repeats: int, threads: Each) -> It
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     ratios: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
-        for way, (arithmetic, all_cores) in ways.items():
-            arithmetic.choose(arithmetic)
+        for way, (computes, all_cores) in ways.items():
+            arithmetic.choose(computes)
             copy_s = min(_seconds(lambda: copied.copy_(source)) for _ in range(3))
             own_s = _seconds(partial(case.action, threads if all_cores else one_by_one))
             if turn:  # the first one warms up
