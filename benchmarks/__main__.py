@@ -27,10 +27,12 @@ from rich.table import Table
 GROUPS = {
     "codecs": "Codecs, fp32 bytes a second; ratio: memory copy ÷ own time (higher is better)",
     "fragments": "A fragment, processor time; ratio: own time ÷ memory copy (lower is better)",
+    "arithmetic": "A round by torch and by compiled loops; ratio: own time ÷ memory copy (lower is better)",
     "merges": "Eight learners' outer gradients into one, processor time; ratio: own time ÷ memory copy (lower is "
     "better)",
     "store": "A version made durable in a directory, and read; ratio: ÷ a plain file (lower is better)",
     "memory": "A syncer's peak in models (fp32), the spool apart (lower is better)",
+    "versions": "A syncer's rounds of eight learners, durable in a directory (higher is better), and its peak",
     "islands": "A rank of an FSDP2 island, for exchanging: host memory in models (fp32), and bytes (lower is better)",
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
     "step": "A training step; ratio: with a Learner ÷ without (lower is better)",
@@ -40,7 +42,19 @@ GROUPS = {
 }
 """Modules of this package with `run(quick) -> rows`, and what their ratios mean."""
 
-LOWER_IS_BETTER = ("fragments", "islands", "memory", "merges", "step", "rounds", "store", "virtual", "plan")
+LOWER_IS_BETTER = (
+    "arithmetic",
+    "fragments",
+    "islands",
+    "memory",
+    "merges",
+    "step",
+    "rounds",
+    "store",
+    "versions",
+    "virtual",
+    "plan",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -79,10 +79,10 @@ def _inputs(num_elements: int) -> tuple[list[Encoded], tuple[Placement, ...], Te
         )
         for i in range(NUM_LEARNERS)
     ]
-    return contributions, _places(num_elements), common
+    return contributions, places_of(num_elements), common
 
 
-def _places(num_elements: int) -> tuple[Placement, ...]:
+def places_of(num_elements: int) -> tuple[Placement, ...]:
     """An embedding of a tenth, then matrices of 12 · width² in blocks with two vectors each, as a transformer has
     them."""
     width = max(8, int((num_elements / 120) ** 0.5))

@@ -2,9 +2,9 @@
 
 A syncer process serves a model of one fragment. Learners send real contributions (header, admission, checksum, content
 check, room in the spool's memory) and fetch real updates. The clock runs while a contribution is on its way; the round
-then waits for the other learner, so no merge and no disk is in it. Merging and storing happen between the transfers and
-have rows of their own. The socket carries as many bytes between as many processes, in turns with the syncer, and does
-nothing with them. Both use TLS 1.3 with the cipher that gRPC chooses.
+then waits for the other learner, so no merge and no disk is in it: `benchmarks.versions` has those. The socket carries
+as many bytes between as many processes, in turns with the syncer, and does nothing with them. Both use TLS 1.3 with the
+cipher that gRPC chooses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.rawsocket import RawSocket, client_context, tls_of
 from diloco.core.codecs import E3M0, FP32, Codec
 from diloco.core.fragments import Fragment, Layout, Placement, TensorSpec
 from diloco.core.method import Method
-from diloco.core.outer import SGD, Nesterov
+from diloco.core.outer import SGD
 from diloco.core.quorum import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -54,20 +54,15 @@ _PATIENT = Deadlines(lost_floor_s=3600, lost_cap_s=3600, stalled_floor_s=3600, s
 
 def run(quick: bool) -> list[dict[str, Any]]:
     """Rows of name, value, unit, ratio, target, met; a ratio is the median over pairs of socket time ÷ own time."""
-    return (
-        measure(num_bytes=32 << 20, rounds=5, merge_elements=1 << 24)
-        if quick
-        else measure(num_bytes=64 << 20, rounds=15, merge_elements=100_000_000)
-    )
+    return measure(num_bytes=32 << 20, rounds=5) if quick else measure(num_bytes=64 << 20, rounds=15)
 
 
-def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[str, Any]]:
+def measure(*, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """As `run`.
 
     Arguments:
         num_bytes: of one contribution and one update, both fp32.
         rounds: each with two pushes and two pulls, and as many transfers on the socket.
-        merge_elements: of the fragment that is merged from four 4-bit contributions.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -76,7 +71,7 @@ def measure(*, num_bytes: int, rounds: int, merge_elements: int) -> list[dict[st
             folder = Path(name)
             Keyring.new(folder / "keys", RUN, ["127.0.0.1"], [("bench", "admin")], dt.timedelta(days=1))
             rows = [row for tls in (True, False) for row in _transfers(folder, tls, num_bytes, rounds)]
-            return rows + _checks(num_bytes // 4) + _merge(folder, merge_elements)
+            return rows + _checks(num_bytes // 4)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -91,7 +86,7 @@ def _transfers(folder: Path, tls: bool, num_bytes: int, rounds: int) -> list[dic
     payload, buffer = bytes_of(theta), memoryview(bytearray(num_bytes))
     push, pull = _Pairs(), _Pairs()
     with contextlib.ExitStack() as stack:
-        syncer = stack.enter_context(_serving(method, folder / f"fp32-{tls}", folder / "keys" if tls else None))
+        syncer = stack.enter_context(serving(method, folder / f"fp32-{tls}", folder / "keys" if tls else None))
         raw = stack.enter_context(
             RawSocket(num_bytes, folder / "keys" / "syncer", syncer.cipher()) if tls else RawSocket(num_bytes)
         )
@@ -119,41 +114,6 @@ def _checks(num_elements: int) -> list[dict[str, Any]]:
         check = partial(codec.check, payload, num_elements)
         rows.append(_speed(f"content check, {codec.name}", payload.numel(), check))
     return rows
-
-
-def _merge(folder: Path, num_elements: int, contributors: int = 4) -> list[dict[str, Any]]:
-    """Four 4-bit contributions to one fragment, merged with Nesterov momentum, answered in 4 bits and stored."""
-    method = Method(
-        name="merge",
-        paper="",
-        up=E3M0(),
-        down=E3M0(),
-        outer=Nesterov(lr=0.7, momentum=0.9),
-        quorum=AllLive(at_least=contributors),
-    )
-    theta = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-    payload = E3M0().encode(theta)
-    state = folder / "merge"
-    push_s: list[float] = []
-    with _serving(method, state, folder / "keys") as syncer:
-        idle_bytes = syncer.memory_bytes("VmRSS")
-        learners = syncer.learners(_layout(num_elements), theta, contributors)
-        for round_ in range(2):  # the second one has a residual too, and connections and memory that have been used
-            push_s += [_seconds(lambda: learner.push(round_, payload)) for learner in learners]  # noqa: B023
-            learners[0].wait_for(round_ + 1)
-        model_bytes = 4 * num_elements
-        peak = (syncer.memory_bytes("VmHWM") - idle_bytes) / model_bytes
-    last: dict[str, Any] = {}
-    for line in (state / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        last |= {key: event[key] for key in ("merge_s", "persist_s") if key in event}
-    size = f"{num_elements / 1e6:.0f}M elements"
-    return [
-        _row(f"push, TLS, {size} in 4 bits", payload.numel() / statistics.median(push_s[contributors:]) / 1e9, "GB/s"),
-        _row(f"merge {contributors} x {size} in 4 bits", last["merge_s"], "s"),
-        _row(f"store {size}: model, momentum, residual", last["persist_s"], "s"),
-        _row("peak memory of that syncer", peak, "models"),
-    ]
 
 
 @dataclass
@@ -197,24 +157,25 @@ def _layout(num_elements: int) -> Layout:
 # --- a syncer and its learners, as far as bytes go --------------------------------------------------------------------
 
 
-class _Learner:
+class WireLearner:
     """One learner's end of the wire."""
 
     def __init__(self, connection: Connection, name: str, layout: Layout) -> None:
-        self._connection, self._name = connection, name
+        self._connection, self.name = connection, name
         request = pb.JoinRequest(run=RUN, learner=name, layout=json.dumps(layout.to_dict()))
         self._incarnation = connection.call("joins", "Join", request, pb.JoinReply).incarnation
         self._boot = self._beat().lineage.boot
 
     def _beat(self) -> pb.HeartbeatReply:
-        request = pb.HeartbeatRequest(run=RUN, learner=self._name, incarnation=self._incarnation)
+        request = pb.HeartbeatRequest(run=RUN, learner=self.name, incarnation=self._incarnation)
         return self._connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 
-    def push(self, round_: int, payload: Tensor) -> None:
+    def push(self, round_: int, payload: Tensor, fragment: int = 0) -> None:
         header = pb.PushHeader(
             run=RUN,
-            learner=self._name,
+            learner=self.name,
             incarnation=self._incarnation,
+            fragment=fragment,
             number=round_ + 1,
             round=round_,
             base=round_,
@@ -228,34 +189,37 @@ class _Learner:
         with OutgoingUpload(header, lambda: [bytes_of(payload)]) as upload:
             self._connection.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
 
-    def pull(self, base: int) -> None:
-        request = pb.PullRequest(run=RUN, learner=self._name, incarnation=self._incarnation, fragment=0, base=base)
+    def pull(self, base: int, fragment: int = 0) -> None:
+        request = pb.PullRequest(
+            run=RUN, learner=self.name, incarnation=self._incarnation, fragment=fragment, base=base
+        )  # fmt: skip
         self._connection.pull("updates", request)
 
-    def wait_for(self, version: int) -> None:
+    def wait_for(self, version: int, fragment: int = 0) -> None:
         """Until it is published.
 
         Raises:
             RuntimeError: a contribution was rejected instead.
         """
-        while (standing := self._beat().standing).versions[0] < version:
+        while (standing := self._beat().standing).versions[fragment] < version:
             if rejected := [verdict.reason for verdict in standing.verdicts if verdict.HasField("reason")]:
                 raise RuntimeError(f"a contribution was not accepted: {rejected[0]}")
             time.sleep(0.01)
 
 
-class _Syncer:
+class ServingSyncer:
     """A syncer process, seen from outside."""
 
     def __init__(self, process: subprocess.Popen[str], address: str, keys: Path | None) -> None:
         self._process, self._address, self._keys = process, address, keys
         self.connections: list[Connection] = []
 
-    def learners(self, layout: Layout, theta: Tensor, number: int) -> list[_Learner]:
-        """Give the run its model; learners that have joined, with connections of their own."""
+    def learners(self, layout: Layout, theta: Tensor, number: int) -> list[WireLearner]:
+        """Give the run its model, with the same values in all fragments; learners that have joined, with connections of
+        their own."""
         keys = None if self._keys is None else self._keys / "bench"
         self.connections = [Connection(self._address, keys=keys) for _ in range(number)]
-        parts = bytes_of(theta), memoryview(save({}))  # the fragment, and no static tensors
+        parts = [bytes_of(theta)] * len(layout.fragments) + [memoryview(save({}))]  # and no static tensors
         header = pb.InitialiseHeader(
             run=RUN,
             learner="0",
@@ -264,7 +228,7 @@ class _Syncer:
             part_bytes=[len(part) for part in parts],
         )
         self.connections[0].upload("joins", "Initialise", frames(header, *parts), pb.InitialiseReply)
-        return [_Learner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
+        return [WireLearner(connection, str(index), layout) for index, connection in enumerate(self.connections)]
 
     def cipher(self) -> str:
         """What its port answers to an offer of all ciphers of TLS 1.3."""
@@ -283,7 +247,7 @@ class _Syncer:
 
 
 @contextlib.contextmanager
-def _serving(method: Method, state: Path, keys: Path | None) -> Iterator[_Syncer]:
+def serving(method: Method, state: Path, keys: Path | None) -> Iterator[ServingSyncer]:
     """A fresh syncer process; with TLS if there is a directory with certificates."""
     process = subprocess.Popen(
         [
@@ -305,7 +269,7 @@ def _serving(method: Method, state: Path, keys: Path | None) -> Iterator[_Syncer
         address = process.stdout.readline().strip()
         if not address:
             raise RuntimeError(f"the syncer did not start (exit code {process.wait()})")
-        syncer = _Syncer(process, address, keys)
+        syncer = ServingSyncer(process, address, keys)
         yield syncer
         for connection in syncer.connections:
             connection.close()
@@ -316,7 +280,7 @@ def _serving(method: Method, state: Path, keys: Path | None) -> Iterator[_Syncer
 def _serve(method: Method, state: Path, keys: Path | None) -> None:
     torch.set_num_threads(1)
     own = None if keys is None else keys / "syncer"
-    options = Options(address="127.0.0.1:0", state_dir=state, keys=own, deadlines=_PATIENT)
+    options = Options(address="127.0.0.1:0", state_dir=state, keys=own, deadlines=_PATIENT, keep_s=60)
     with Syncer(RUN, method, options) as syncer:
         print(syncer.address, flush=True)
         stop = threading.Event()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import fragments, gpu, memory, plan, rounds, store, transfer
+from benchmarks import arithmetic, fragments, gpu, memory, plan, rounds, store, transfer
 from rich.console import Console
 
 import diloco
@@ -22,7 +22,7 @@ import diloco
 
 @pytest.fixture(scope="module")
 def transfer_rows() -> list[dict[str, Any]]:
-    return transfer.measure(num_bytes=1 << 20, rounds=1, merge_elements=100_000)
+    return transfer.measure(num_bytes=1 << 20, rounds=1)
 
 
 @pytest.mark.slow
@@ -60,6 +60,16 @@ def test_what_a_fragment_costs_has_a_row_each() -> None:
     assert all(row["name"] in console.export_text(clear=False) for row in rows)
 
 
+def test_the_arithmetic_of_rounds_has_a_row_for_each_way_and_its_spread() -> None:
+    rows = arithmetic.measure(1 << 18, repeats=2)
+    assert len({row["name"] for row in rows}) == len(rows)
+    assert all(0 < row["low"] <= row["ratio"] <= row["high"] < math.inf and row["value"] > 0 for row in rows)
+    assert {row["name"].split(": ")[1] for row in rows if row["target"]} <= {
+        "compiled, all cores",
+        "compiled, one thread",
+    }
+
+
 def test_what_publishing_costs_has_a_row_for_each_size_and_wire() -> None:
     rows = store.measure([1], repeats=2)
     assert [row["name"].split(",")[0] for row in rows] == ["published", "read"] * 2
@@ -67,7 +77,7 @@ def test_what_publishing_costs_has_a_row_for_each_size_and_wire() -> None:
 
 
 def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:
-    row = memory.row_of("mean, int4 down", num_fragments=2, num_learners=2, num_parameters=1 << 21)
+    row = memory.row_of(memory.Case("mean, int4 down", num_fragments=2, num_learners=2, num_parameters=1 << 21))
     assert 1 < row["value"] < 100
     assert row["met"] == (row["value"] <= row["target"])
 
