@@ -143,14 +143,15 @@ def test_a_run_of_a_small_model_needs_no_numba() -> None:
     """Neither its learners nor what closes its rounds."""
     code = (
         "import sys, torch, diloco\n"
-        "def train(exchange):\n"
+        "def train(index, exchange):\n"
         "    model = torch.nn.Linear(30, 30)\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "    with diloco.Learner(model, optimizer, exchange=exchange) as learner:\n"
-        "        while not learner.done:\n"
+        "    method = diloco.DiLoCo(sync_every=2, codec='e3m0')\n"
+        "    with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:\n"
+        "        for _ in range(4):\n"
         "            model(torch.randn(8, 30)).square().mean().backward()\n"
-        "            optimizer.step(); optimizer.zero_grad(); learner.step(tokens=8)\n"
-        "diloco.run_local(train, learners=2, method=diloco.DiLoCo(sync_every=2, codec='e3m0'), steps=4)\n"
+        "            optimizer.step(); learner.step(tokens=8)\n"
+        "diloco.run_local(train, learners=2)\n"
         "sys.exit('numba' in sys.modules)"
     )
     ran(code)
