@@ -4,6 +4,7 @@
 #                 ARGS="--store bucket" the syncer of two, over a bucket of this machine; with ARGS=--rl reinforcement learning
 #   make test     the tests that a change needs, in two processes
 #   make test-all all tests; with ARGS=--cov, which lines and branches they run
+#   make arithmetic   what must hold to the bit, computed by compiled loops whatever the size: the contracts of tests/core, torchft, trajectories
 #   make lint     ruff, mypy, import directions
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
@@ -50,7 +51,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # tests start keep compiled modules, whatever the caller's environment says.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test test-all lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
+.PHONY: all demo test test-all arithmetic lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -66,6 +67,9 @@ package: $(FOR_ALL)
 
 test-all: $(FOR_ALL)
 	$(PYTEST) -m "" $(ARGS)
+
+arithmetic: $(FOR_ALL)
+	$(PYTEST) --arithmetic compiled tests/core tests/test_torchft.py tests/test_family.py tests/test_identities.py $(ARGS)
 
 lint: $(FOR_ALL)
 	$(BIN)/ruff check

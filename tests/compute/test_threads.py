@@ -47,7 +47,7 @@ def test_items_are_not_far_ahead_of_results(each: ThreadMap) -> None:
     taken = list[int]()
     results = iter(each(lambda i: i, (taken.append(i) or i for i in range(100))))
     next(results)
-    assert len(taken) <= 2 * each.num_threads + 1
+    assert len(taken) <= 2 * each.num_threads + 2
 
 
 def test_whoever_stops_early_leaves_nothing_under_way() -> None:
@@ -81,6 +81,15 @@ def test_each_thread_computes_by_one_core_and_others_as_before() -> None:
     thread.join()
     assert found == [2]
     each.close()
+
+
+def test_threads_are_started_for_two_items() -> None:
+    each, caller = ThreadMap(2), threading.get_ident()
+    assert list(each(lambda _: threading.get_ident(), range(1))) == [caller]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("diloco-runs")]
+    assert caller not in list(each(lambda _: threading.get_ident(), range(2)))
+    each.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("diloco-runs")]
 
 
 def test_there_is_a_core() -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -21,8 +21,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_starting = threading.Lock()
+
+
 class ThreadMap:
-    """A pool of threads; each computes by one core.
+    """A pool of threads, started when there is work for two of them; each computes by one core.
 
     Arguments:
         num_threads: at least 1. With one, the calling thread does the work.
@@ -30,13 +33,18 @@ class ThreadMap:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._pool = None if num_threads < 2 else _single_core_threads(num_threads)
+        self._pool: ThreadPoolExecutor | None = None
 
     def __call__(self, function: Callable[[S], T], items: Iterable[S], /) -> Iterable[T]:
-        """As `core.memory.Each`."""
-        return map(function, items) if self._pool is None else self._in_threads(self._pool, function, iter(items))
+        """As `core.memory.Each`. A single item is the calling thread's."""
+        items = iter(items)
+        first = list(islice(items, 2))
+        in_order = self._in_threads if min(self.num_threads, len(first)) > 1 else map
+        return in_order(function, chain(first, items))
 
-    def _in_threads(self, pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterator[S]) -> Iterator[T]:
+    def _in_threads(self, function: Callable[[S], T], items: Iterator[S]) -> Iterator[T]:
+        with _starting:
+            pool = self._pool = self._pool or _single_core_threads(self.num_threads)
         ahead: deque[Future[T]] = deque()  # few, so that results which wait for their turn take little memory
         try:
             for item in islice(items, 2 * self.num_threads):
@@ -58,7 +66,8 @@ class ThreadMap:
 
 
 def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
-    """A pool whose threads compute torch operations by one core, where torch would divide each among all cores."""
+    """A pool whose threads compute torch operations by one core, where torch would divide each among all cores. One is
+    started at a time, since a number of torch's threads is that of the process for a moment."""
     started, num_torch_threads = threading.Barrier(num_threads + 1), torch.get_num_threads()
 
     def begin() -> None:
