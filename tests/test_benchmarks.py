@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import arithmetic, fragments, gpu, memory, plan, rounds, store, transfer
+from benchmarks import arithmetic, fragments, gpu, memory, plan, rounds, store, transfer, versions
 from rich.console import Console
 
 import diloco
@@ -80,6 +80,13 @@ def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:
     row = memory.row_of(memory.Case("mean, int4 down", num_fragments=2, num_learners=2, num_parameters=1 << 21))
     assert 1 < row["value"] < 100
     assert row["met"] == (row["value"] <= row["target"])
+
+
+@pytest.mark.slow
+def test_a_served_model_has_rows_of_its_pace_and_of_its_syncers_memory(tmp_path: Path) -> None:
+    pace, peak = versions.serve(24 << 10, tmp_path)
+    assert pace["value"] > 0
+    assert peak["value"] > 0
 
 
 @pytest.mark.slow
