@@ -14,6 +14,7 @@ from rich.console import Console
 from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table, print_result
 from diloco.config import RunConfig, load_config, require_holders
+from diloco.core.arithmetic import choose
 from diloco.errors import ConfigError
 from diloco.planning.recorded_run import RecordedLearner, is_simulation, read_recorded_run
 from diloco.planning.site import Site, load_site
@@ -40,6 +41,7 @@ def command(
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
     config = load_config(run_file, overrides or ())
+    choose(config.run.arithmetic)
     require_holders(config, str(run_file))
     modelled = None if site is None else load_site(site)
     recorded = None if recorded_run is None else read_recorded_run(recorded_run)

@@ -19,13 +19,10 @@ from diloco.compute.compiling import inlined, loop, once, pointer
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.blocks import SMALLEST_SCALE_BITS, ScaledBlocks
 from diloco.core.codecs.floats import Cast
+from diloco.core.merges.measures import BLOCK_ELEMENTS
 from diloco.core.outer import Outer
 
 _f32, _f64, _i32, _u8 = np.float32, np.float64, np.int32, np.uint8
-
-SUM_ELEMENTS = 4096
-"""Elements of a block of sums (`core.merges.measures`), and of what is summed over all learners before the next ones:
-it stays in a core's first cache."""
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
@@ -186,7 +183,8 @@ def weighted_sum(
 @once
 def _summing(codec: Codec) -> Callable[..., bool]:
     block, read = _block_reader(codec)
-    chunk, tiny, huge = max(block, SUM_ELEMENTS // 2), float(np.finfo(_f32).tiny), float(np.finfo(_f32).max)
+    # Elements that are summed over all learners before the next ones: their sum stays in a core's first cache.
+    chunk, tiny, huge = max(block, BLOCK_ELEMENTS // 2), float(np.finfo(_f32).tiny), float(np.finfo(_f32).max)
 
     @loop("boolean(int64[::1], float64[::1], float32, float32[::1], int64, int64)")
     def add_up(addresses: Any, factors: Any, divisor: Any, out: Any, first: int, last: int) -> Any:
@@ -232,8 +230,8 @@ def _folded(sums: Any) -> Any:
 
 
 def block_sums(x: Tensor, y: Tensor) -> list[float]:
-    """Σ x·y of each block of SUM_ELEMENTS, whole ones."""
-    sums = np.empty(x.numel() // SUM_ELEMENTS)
+    """Σ x·y of each block of BLOCK_ELEMENTS, whole ones."""
+    sums = np.empty(x.numel() // BLOCK_ELEMENTS)
     _summer()(x.numpy(), y.numpy(), sums)
     found: list[float] = sums.tolist()
     return found
@@ -241,7 +239,7 @@ def block_sums(x: Tensor, y: Tensor) -> list[float]:
 
 @once
 def _summer() -> Callable[..., None]:
-    half = SUM_ELEMENTS // 2
+    half = BLOCK_ELEMENTS // 2
 
     @loop("void(float32[::1], float32[::1], float64[::1])")
     def sum_blocks(x: Any, y: Any, sums: Any) -> None:
@@ -256,9 +254,9 @@ def _summer() -> Callable[..., None]:
 
 
 def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int, last: int) -> list[float] | None:
-    """Σ x² of the blocks of SUM_ELEMENTS in a decoded payload from element `first` to `last`; the last block is padded
+    """Σ x² of each BLOCK_ELEMENTS of a decoded payload, from element `first` to `last`; the last block is padded
     with zeros. None: a block that was read is invalid."""
-    sums = np.empty(-(-(last - first) // SUM_ELEMENTS))
+    sums = np.empty(-(-(last - first) // BLOCK_ELEMENTS))
     if not _squarer(codec)(payload.data_ptr(), num_elements, first, last, sums):
         return None
     found: list[float] = sums.tolist()
@@ -268,20 +266,20 @@ def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int
 @once
 def _squarer(codec: Codec) -> Callable[..., bool]:
     block, read = _block_reader(codec)
-    half = SUM_ELEMENTS // 2
+    half = BLOCK_ELEMENTS // 2
 
     @loop("boolean(int64, int64, int64, int64, float64[::1])")
     def square_blocks(address: int, num_elements: int, first: int, last: int, sums: Any) -> Any:
         valid, products = True, np.empty(half)
-        decoded = np.empty((SUM_ELEMENTS // block + 2) * block, _f32)
+        decoded = np.empty((BLOCK_ELEMENTS // block + 2) * block, _f32)
         for b in range(len(sums)):
-            begin, end = first + b * SUM_ELEMENTS, min(first + (b + 1) * SUM_ELEMENTS, last)
+            begin, end = first + b * BLOCK_ELEMENTS, min(first + (b + 1) * BLOCK_ELEMENTS, last)
             aligned, stop = begin // block * block, begin
             for start in range(aligned, end, block):
                 stop = min(start + block, num_elements, (start // SEGMENT_ELEMENTS + 1) * SEGMENT_ELEMENTS)
                 valid &= read(address, num_elements, start, decoded[start - aligned : stop - aligned])
-            x = decoded[begin - aligned : begin - aligned + SUM_ELEMENTS]
-            for i in range(end - begin, SUM_ELEMENTS):
+            x = decoded[begin - aligned : begin - aligned + BLOCK_ELEMENTS]
+            for i in range(end - begin, BLOCK_ELEMENTS):
                 x[i] = 0
             for i in range(half):
                 products[i] = _f64(x[i]) * _f64(x[i]) + _f64(x[half + i]) * _f64(x[half + i])

@@ -27,8 +27,8 @@ _LOOPS = "diloco.compute.loops"
 Arithmetic = Literal["auto", "compiled", "torch"]
 
 WORTH_ELEMENTS = 1 << 22
-"""Elements of a vector from which the loops are loaded: torch takes about 50 ms for its round, Numba as long to be
-imported, and some seconds to compile them on a machine for the first time."""
+"""Elements of a vector from which the loops are loaded: torch closes a round of it in .2 s (e3m0, eight learners), and
+Numba takes .9 s to be ready, and some seconds for the first compilation on a machine."""
 
 
 @dataclass
