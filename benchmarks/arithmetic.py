@@ -36,6 +36,7 @@ from diloco.core.memory import Each, one_by_one
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.update import Update
+from diloco.learner.device import DeviceQueue, Displacement
 
 NUM_ELEMENTS = 32_000_000
 NUM_LEARNERS = 8
@@ -124,8 +125,9 @@ def _cases(num_elements: int) -> Iterator[_Case]:
     update = Update(0, 0, 1, (), (), 1.0, "", lossless=False)
     advance = partial(apply_update, MEAN, held, update, payload, places, verify=False)
     yield _Case("advance, e3m0", 4, lambda each: advance(each=each))
-    residual = 0.001 * theta
-    yield _Case("encode, e3m0 with error feedback", 5, lambda _: compress(codec, theta, residual), threaded=False)
+    residual, anchor = 0.001 * theta, 1.01 * theta
+    sent = Displacement(DeviceQueue(torch.device("cpu")), theta, None, anchor, ())
+    yield _Case("encode, e3m0 with error feedback", 5, lambda _: sent.compress(codec, residual, 1.0), threaded=False)
     yield _Case("encode, e3m0", 3, lambda _: codec.encode(theta, payload), threaded=False)
     whole = replace(update, lossless=True)
     hashed = partial(apply_lossless_update, whole, theta.view(torch.uint8), num_elements, {}, verify=False)

@@ -17,6 +17,7 @@ from threading import RLock
 from typing import Any, TypeVar
 
 import numba
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from llvmlite.ir import IRBuilder
 from numba import njit, types
 from numba.core import cgutils
@@ -65,48 +66,62 @@ def pointer(_context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-def loop(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a loop, or take it from this user's cache; it releases the interpreter's lock."""
+def loop(signature: str, of: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a loop, or take it from this user's cache; it releases the interpreter's lock.
+
+    Arguments:
+        of: the name of what this loop is made for, where one function makes loops for several. Numba numbers the files
+            of a function; each loop has a directory of its own, so that two processes never give one number twice.
+
+    Raises:
+        ImportError: it cannot be compiled here.
+    """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        began_s = time.monotonic()
-        with _compiling:  # Numba's directory of compiled functions is a setting of the process
-            try:
-                made = _compiled(function, signature, cache_directory())
-            except Exception as error:  # noqa: BLE001 - a damaged file of Numba's cache raises anything
-                text = "the loop %r cannot be taken from %s (%r), and is compiled anew; delete that directory."
-                log.warning(text, function.__name__, cache_directory(), error)
-                made = _compiled(function, signature, None)
+        began_s, cache = time.monotonic(), cache_directory()
+        made = _made(function, signature, cache and cache / of.replace(":", "-"))
         if (took_s := time.monotonic() - began_s) > _SLOW_S:
-            kept = f"kept in {cache_directory()}" if cache_directory() else "not kept, for want of a cache directory"
+            kept = f"kept in {cache}" if cache else "not kept, for want of a cache directory"
             log.info("compiled the loop %r for this processor in %.1f s; it is %s.", function.__name__, took_s, kept)
         return made
 
     return compiled
 
 
-def _compiled(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(directory or "")
+def _made(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:
     try:
-        made: Callable[..., Any] = njit(signature, nogil=True, error_model="numpy", cache=directory is not None)(
-            function
-        )
-    finally:
-        numba.config.CACHE_DIR = before
+        return _compiled(function, signature, directory)
+    except Exception as error:  # a damaged file of Numba's cache raises anything
+        if directory is None:
+            raise ImportError(f"the loop {function.__name__!r} cannot be compiled here ({error!r})") from error
+        text = "the loop %r cannot be taken from or kept in %s (%r), and is compiled anew; free space, or delete that."
+        log.warning(text, function.__name__, cache_directory(), error)
+        return _made(function, signature, None)
+
+
+def _compiled(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:
+    jit = njit(signature, nogil=True, error_model="numpy", cache=directory is not None)
+    with _compiling:  # Numba's directory of compiled functions is a setting of the process
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory or "")
+        try:
+            made: Callable[..., Any] = jit(function)
+        finally:
+            numba.config.CACHE_DIR = before
     return made
 
 
 @cache
 def cache_directory() -> Path | None:
-    """The directory of compiled loops, one for each state of the sources; None: no directory can be written to."""
-    package, sources = Path(__file__).parents[1], hashlib.sha256()
+    """The directory of compiled loops, one for each state of the sources, Numba and processor; None: none can be written
+    to."""
+    processor = numba.config.CPU_NAME or get_host_cpu_name(), numba.config.CPU_FEATURES or get_host_cpu_features()
+    package, made_by = Path(__file__).parents[1], hashlib.sha256(f"{numba.__version__} {processor}".encode())
     for path in sorted([*package.glob("compute/*.py"), *package.glob("core/*.py"), *package.glob("core/codecs/*.py")]):
-        sources.update(path.read_bytes())
+        made_by.update(path.read_bytes())
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = root / "diloco" / f"loops-{sources.hexdigest()[:16]}"
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = root / "diloco" / f"loops-{made_by.hexdigest()[:16]}"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except (OSError, RuntimeError):  # the latter of a user without a home directory

@@ -59,9 +59,15 @@ def choose(arithmetic: Arithmetic) -> None:
     _chosen.arithmetic = arithmetic
 
 
-def prepare(num_elements: int) -> None:
-    """Load the loops if a vector of `num_elements` is worth it. Where they cannot be loaded, a warning says so."""
+def prepare(num_elements: int, device: Any = None) -> None:
+    """Load the loops if a vector of `num_elements` is worth it. Where they cannot be loaded, a warning says so.
+
+    Arguments:
+        device: a `torch.device`, on which the vector is; None: the host.
+    """
     if _chosen.arithmetic != "auto" or _chosen.loops is not None or num_elements < WORTH_ELEMENTS:
+        return
+    if device is not None and device.type != "cpu":
         return
     try:
         _chosen.loops = import_module(_LOOPS)

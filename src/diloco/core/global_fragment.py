@@ -43,6 +43,7 @@ from diloco.core.memory import Each, flush_denormals, is_finite, new_like, new_v
 from diloco.core.merges import Encoded, merge_into, refused_by
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.method import Method
+from diloco.core.outer import require_fit
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
 
@@ -360,6 +361,7 @@ class _Closing(_NextVersion):
     def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, in_place: bool) -> None:
         super().__init__(method, held, averaged, steps=method.exchanged != "gradients")
         down = method.down
+        require_fit(method.outer, held.outer_state, theta=held.theta, delta=self.theta, residual=held.residual)
         self._steps = method.outer_at == "syncer" and method.exchanged != "gradients"
         self._drafts = in_place and self._steps
         if self._drafts:
@@ -377,9 +379,12 @@ class _Closing(_NextVersion):
         """Encode a run, whose merged outer gradient is in `theta`, and check that its outer step is finite."""
         if (loops := self._loops(run)) is not None:
             change, e = self._draft(run), self._residual_of(run)
-            theta, momentum = self._held.theta[run], self._momentum(run)
-            if loops.change(self._method.outer, theta, self.theta[run], momentum, e, change):
+            memory = self._held.theta[run], self.theta[run], self._momentum(run)
+            if _publishes_whole(self._method):
+                is_fine = loops.outer_step(self._method.outer, *memory, change, self._draft(run))
+            elif is_fine := loops.change(self._method.outer, *memory, e, change):
                 self._method.down.encode(change, self.payload[self._span(run)])
+            if is_fine:
                 return  # otherwise torch finds what is not finite
         change, new_state = self.theta[run], _within(self._outer_state, run)
         if self._drafts:
@@ -423,8 +428,9 @@ class _Closing(_NextVersion):
         return self.finish(run)
 
     def _loops(self, run: slice) -> ModuleType | None:
-        """The compiled loops of a run that is closed in place with a lossy update; None: use torch operations."""
-        fits = self._drafts and not self._method.down.lossless and self._method.outer.formula is not None
+        """The compiled loops of a run that is closed in place; None: use torch operations."""
+        e, whole = self._held.residual, _publishes_whole(self._method)
+        fits = self._drafts and self._method.outer.formula is not None and (not whole or e is None)
         return arithmetic.loops() if fits and not self._averaged.are_in(run) else None
 
     def _momentum(self, run: slice) -> Tensor:

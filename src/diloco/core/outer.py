@@ -70,10 +70,11 @@ class Outer(Choice):
         it is given, of the shapes of `state`.
         Raises LayoutError when lengths or dtypes do not fit.
         """
-        _check_fit(self, state, params, delta)
+        require_fit(self, state, params=params, delta=delta, out=out)
         new = new_like(params) if out is None else out
         if new_state is None:
             new_state = {name: new_like(each) for name, each in state.items()}
+        require_fit(self, new_state, params=params)
         if self.formula is not None and params.device.type == "cpu" and (loops := arithmetic.loops()) is not None:
             (name,) = self.vectors
             loops.outer_step(self, params, delta, state[name], new, new_state[name])
@@ -236,15 +237,18 @@ def _descend(params: Tensor, update: Tensor) -> Tensor:
     return torch.sub(params, update, out=update)
 
 
-def _check_fit(outer: Outer, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> None:
-    """Refuse tensors that would broadcast or be promoted, and the state of another optimizer."""
+def require_fit(outer: Outer, state: Mapping[str, Tensor], **vectors: Tensor | None) -> None:
+    """Refuse vectors of different lengths, which would be broadcast or overrun, others than contiguous fp32, and the
+    state of another optimizer. Raises LayoutError."""
     names = outer.init(0).keys()
     if state.keys() != names:
         raise LayoutError(f"the state of {outer} holds {sorted(names)}, not {sorted(state)}.")
-    vectors = {"params": params, "delta": delta} | {name: each for name, each in state.items() if name != "step"}
-    for name, vector in vectors.items():
-        if vector.dtype != torch.float32 or vector.dim() != 1 or vector.numel() != params.numel():
+    found = {name: each for name, each in {**vectors, **state}.items() if name != "step" and each is not None}
+    num_elements = next(iter(found.values())).numel()
+    for name, vector in found.items():
+        fits = vector.dtype == torch.float32 and vector.is_contiguous()
+        if not fits or vector.dim() != 1 or vector.numel() != num_elements:
             raise LayoutError(
-                f"{name} of {outer} must be a flat float32 vector of {params.numel()} elements,"
+                f"{name} of {outer} must be a flat float32 vector of {num_elements} elements,"
                 f" not {tuple(vector.shape)} {str(vector.dtype).removeprefix('torch.')}."
             )

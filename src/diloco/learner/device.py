@@ -66,7 +66,8 @@ class DeviceQueue:
     def down(self, name: str, source: Tensor, into: Tensor) -> None:
         """Copy device values to the host. On return this copy, and all earlier work of the stream, is complete."""
         if self._stream is None:
-            into.copy_(source)
+            if source is not into:
+                into.copy_(source)
             return
         staging = self._staged(name, source).copy_(source, non_blocking=True)
         self.synchronize()
@@ -103,48 +104,56 @@ class Displacement:
         places: Sequence[Placement],
     ) -> None:  # fmt: skip
         self._queue, self._theta, self._ready = queue, theta, ready
+        self._on_host = theta.device.type == "cpu"
         dtypes = ((each.elements, getattr(torch, each.spec.dtype)) for each in places)
         self._anchor, self._rounded = anchor, [each for each in dtypes if each[1] != torch.float32]
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
-        arithmetic.prepare(self._theta.numel())
-        payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
+        payload = self._new_payload(codec)
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
-                self._queue.down("payload", codec.encode(self._delta(elements)), payload[place])
+                into = payload[place]
+                encoded = codec.encode(self._delta(elements), into if self._on_host else None)
+                self._queue.down("payload", encoded, into)
         return payload
 
     def compress(self, codec: Codec, residual: Tensor | None, decay: float) -> tuple[Tensor, Tensor]:
         """(payload, new residual) on the host, of Δ and a residual on the host; `core.codecs.compress`, bit for bit."""
-        arithmetic.prepare(self._theta.numel())
-        payload = new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
-        after = new_vector(self._theta.numel())
+        payload, after = self._new_payload(codec), new_vector(self._theta.numel())
         with self._queue.held(self._ready):
             for elements, place in self._runs(codec):
                 before = None if residual is None else self._queue.up("residual", residual[elements])
-                encoded, left = compress(codec, self._delta(elements), before, decay)
-                self._queue.down("payload", encoded, payload[place])
-                self._queue.down("left", left, after[elements])
+                into, rest = payload[place], after[elements]
+                out, left = (into, rest) if self._on_host else (None, None)
+                encoded, left = compress(codec, self._delta(elements, left), before, decay, out=out, left=left)
+                self._queue.down("payload", encoded, into)
+                self._queue.down("left", left, rest)
         return payload, after
+
+    def _new_payload(self, codec: Codec) -> Tensor:
+        arithmetic.prepare(self._theta.numel(), self._theta.device)
+        return new_vector(codec.encoded_bytes(self._theta.numel()), torch.uint8)
 
     def _runs(self, codec: Codec) -> Iterator[tuple[slice, slice]]:
         """(elements, payload bytes) of each run, whole segments but for the last."""
         num_elements, num_segments = self._theta.numel(), -(-self._theta.numel() // SEGMENT_ELEMENTS)
-        run_segments = _HOST_RUN_SEGMENTS if self._theta.device.type == "cpu" else RUN_SEGMENTS
+        run_segments = _HOST_RUN_SEGMENTS if self._on_host else RUN_SEGMENTS
         for first in range(0, num_segments, run_segments):
             last = min(first + run_segments, num_segments)
             elements = slice(first * SEGMENT_ELEMENTS, min(last * SEGMENT_ELEMENTS, num_elements))
             yield elements, codec.segment_span(num_elements, first, last)
 
-    def _delta(self, elements: slice) -> Tensor:
+    def _delta(self, elements: slice, out: Tensor | None = None) -> Tensor:
         theta = self._theta[elements]
         if self._anchor is None:
             return theta
-        delta = self._queue.up("anchor", self._anchor[elements]).clone()
-        for part, dtype in within(elements, self._rounded):
-            delta[part] = delta[part].to(dtype)
-        return delta.sub_(theta)
+        anchor = self._queue.up("anchor", self._anchor[elements])
+        if rounded := list(within(elements, self._rounded)):
+            anchor = anchor.clone()
+            for part, dtype in rounded:
+                anchor[part] = anchor[part].to(dtype)
+        return torch.sub(anchor, theta, out=out)
 
 
 class DeviceUploads:

@@ -118,7 +118,7 @@ class Codec(ABC):
         Raises NonFiniteError on inf or NaN and on values the format cannot hold, ConfigError on a wrong tensor.
         """
         _require(x, torch.float32, None, "input of encode")
-        arithmetic.prepare(x.numel())
+        arithmetic.prepare(x.numel(), x.device)
         if out is None:
             out = new_vector(self.encoded_bytes(x.numel()), torch.uint8, x.device)
         _require(out, torch.uint8, self.encoded_bytes(x.numel()), "output of encode")
@@ -137,7 +137,7 @@ class Codec(ABC):
         ConfigError on a wrong tensor.
         """
         self._require_size(payload, num_elements)
-        arithmetic.prepare(num_elements)
+        arithmetic.prepare(num_elements, payload.device)
         if out is None:
             out = new_vector(num_elements, device=payload.device)
         _require(out, torch.float32, num_elements, "output of decode")
@@ -180,12 +180,16 @@ class Codec(ABC):
                 yield slice(start, stop), payload_bytes, math.ceil((stop - start) / SEGMENT_ELEMENTS)
 
 
-def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0) -> tuple[Tensor, Tensor]:
+def compress(
+    codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0, *,
+    out: Tensor | None = None, left: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Error feedback: total = x + decay · residual; returns (payload of total, new residual = total − decode(payload)),
     fp32 [n].
 
-    The product is rounded, then the sum. A residual of None is zeros. Raises as `Codec.encode`, ConfigError on a decay
-    that is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv
+    The product is rounded, then the sum. A residual of None is zeros. The payload is written into `out` and the new
+    residual into `left` if they are given; `left` may be `x`. Raises as `Codec.encode`, ConfigError on a decay that is
+    not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv
     2508.15706.
     """
     _require(x, torch.float32, None, "input of compress")
@@ -193,17 +197,16 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.
         raise ConfigError(
             f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
         )
+    total = new_like(x) if left is None else left
     if residual is None:
-        total = x.detach()
+        total.copy_(x.detach())
     else:
         _require(residual, torch.float32, x.numel(), "residual of compress")
-        total = new_like(x)
         torch.add(x.detach(), residual if decay == 1 else residual * decay, out=total)
-    payload = codec.encode(total)
+    payload = codec.encode(total, out)
     if codec.lossless:
-        return payload, torch.zeros_like(total)
-    decoded = codec.decode(payload, total.numel())
-    return payload, torch.sub(total, decoded, out=decoded)
+        return payload, total.zero_()
+    return payload, total.sub_(codec.decode(payload, total.numel()))
 
 
 def whole_and_rest(num_elements: int, size: int) -> list[slice]:

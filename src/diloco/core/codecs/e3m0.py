@@ -50,9 +50,10 @@ class E3M0(ScaledBlocks):
     @staticmethod
     def code_of(ratio: Any) -> Any:
         bits = np.float32(ratio).view(np.int32)
-        k: Any = max((bits >> 22) & 0xFF, 239)
-        k -= 239
-        return max(k >> 1, min(k, 1)) | ((bits >> 28) & 0x08)
+        magnitude: Any = bits & 0x7FFFFFFF
+        at_least: Any = max(magnitude, 0x3C400000)  # 1.5 · 2^-7, from where codes are 2 and more
+        code = (at_least - 0x3BC00000) >> 23
+        return (code if magnitude >= 0x3C000000 else 0) | ((bits >> 28) & 0x08)
 
     @staticmethod
     def value_of(code: Any) -> Any:
