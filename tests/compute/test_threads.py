@@ -64,14 +64,42 @@ def test_whoever_stops_early_leaves_nothing_under_way() -> None:
     results = each(compute, range(3))
     assert next(iter(results)) == 0
     assert begun.wait(60)
+    closing = threading.Thread(target=results.close)  # type: ignore[attr-defined]
+    closing.start()
+    assert closing.is_alive()  # until the calls under way have ended
     go_on.set()
-    results.close()  # type: ignore[attr-defined]
+    closing.join()
     assert 1 in finished
     each.close()
 
 
-def test_each_thread_computes_by_one_core_and_others_as_before() -> None:
+@pytest.fixture
+def two_torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_torch_threads")
+def test_a_thread_that_cannot_be_started_is_an_error_and_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(ThreadMap(3)(lambda i: i, range(5)))
+    assert [thread.is_alive() for thread in started] == [False]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_torch_threads")
+def test_each_thread_computes_by_one_core_and_others_as_before() -> None:
     each = ThreadMap(2)
     assert list(each(lambda _: torch.get_num_threads(), range(8))) == [1] * 8
     assert torch.get_num_threads() == 2

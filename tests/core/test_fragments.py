@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -485,24 +486,24 @@ def test_scatter_refuses_what_does_not_fit(flat: torch.Tensor) -> None:
         scatter(fragment, flat)
 
 
-def sha256(raw: bytes) -> bytes:
-    return hashlib.sha256(raw).digest()
+def hashed(raw: bytes) -> bytes:
+    return blake3(raw).digest()
 
 
 def test_the_digest_of_a_vector_is_that_of_the_digests_of_its_segments() -> None:
     numbers = [1.0, -0.0, 3.25, 1e-40]
-    assert digest(torch.tensor(numbers)) == sha256(sha256(struct.pack("<4f", *numbers))).hex()
-    assert digest(torch.tensor(numbers)[1:3]) == sha256(sha256(struct.pack("<2f", *numbers[1:3]))).hex()
-    assert digest(torch.empty(0)) == sha256(b"").hex()
+    assert digest(torch.tensor(numbers)) == hashed(hashed(struct.pack("<4f", *numbers))).hex()
+    assert digest(torch.tensor(numbers)[1:3]) == hashed(hashed(struct.pack("<2f", *numbers[1:3]))).hex()
+    assert digest(torch.empty(0)) == hashed(b"").hex()
     long = torch.randn(2 * SEGMENT_ELEMENTS + 5, generator=torch.Generator().manual_seed(1))
     raw = long.numpy().tobytes()
-    segments = b"".join(sha256(raw[start : start + 4 * SEGMENT_ELEMENTS])
+    segments = b"".join(hashed(raw[start : start + 4 * SEGMENT_ELEMENTS])
                         for start in range(0, len(raw), 4 * SEGMENT_ELEMENTS))  # fmt: skip
     for cuts in ([], [7], [SEGMENT_ELEMENTS], [3, SEGMENT_ELEMENTS + 3, 2 * SEGMENT_ELEMENTS]):
         whole = Digest()
         for start, stop in pairwise([0, *cuts, long.numel()]):
             whole.update(long[start:stop])
-        assert (whole.segments, whole.hex()) == (segments, sha256(segments).hex())
+        assert (whole.segments, whole.hex()) == (segments, hashed(segments).hex())
     assert digest_of_segments(segments) == digest(long)
 
 

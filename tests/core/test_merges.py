@@ -36,7 +36,7 @@ from diloco.core.merges import (
     shard_of,
 )
 from diloco.core.merges.decoding import Decoder
-from diloco.core.merges.measures import contribution_norms, norm
+from diloco.core.merges.measures import contribution_norms
 from diloco.core.method import Method
 from diloco.errors import ConfigError, CorruptPayloadError
 
@@ -44,6 +44,10 @@ ALL = [kind() for kind in MERGES]
 ROBUST = [CoordinateMedian(), TrimmedMean(), GeometricMedian(20), MultiKrum(2), MedianNormClip()]
 
 SIZES = {"embed.weight": 5000, "layers.0.weight": 30000, "layers.1.weight": 9001, "head.bias": 7}
+
+
+def norm(x: torch.Tensor) -> float:
+    return float(x.double().norm())
 
 
 def places(sizes: dict[str, int] = SIZES) -> tuple[Placement, ...]:

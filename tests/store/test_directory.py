@@ -20,7 +20,7 @@ from tests.store.small_run import (
 )
 
 from diloco.errors import MissingObjectError, StoreError, SwapRefusedError
-from diloco.protocol.manifest import Manifest
+from diloco.protocol.manifest import FORMAT, Manifest
 from diloco.store import directory
 from diloco.store.directory import Directory, lock_directory, network_type
 
@@ -192,9 +192,9 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / "manifest.json").read_bytes()
     later = Manifest.from_bytes(data, "here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diloco.protocol.manifest.FORMAT", 13)
+        patch.setattr("diloco.protocol.manifest.FORMAT", FORMAT + 1)
         (tmp_path / "manifest.json").write_bytes(later.to_bytes())
-    with pytest.raises(StoreError, match=r"format 13 and this version reads up to 12; upgrade diloco"):
+    with pytest.raises(StoreError, match=f"format {FORMAT + 1} and this version reads up to {FORMAT}; upgrade diloco"):
         started(tmp_path)
 
 

@@ -67,7 +67,8 @@ class ThreadMap:
 
 def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
     """A pool whose threads compute torch operations by one core, where torch would divide each among all cores. One is
-    started at a time, since a number of torch's threads is that of the process for a moment."""
+    started at a time, since a number of torch's threads is that of the process for a moment. Raises RuntimeError if the
+    system starts no more threads."""
     started, num_torch_threads = threading.Barrier(num_threads + 1), torch.get_num_threads()
 
     def begin() -> None:
@@ -76,8 +77,14 @@ def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
         started.wait()
 
     pool = ThreadPoolExecutor(num_threads, "diloco-runs", initializer=begin)
-    for _ in range(num_threads):
-        pool.submit(lambda: None)
-    started.wait()
-    torch.set_num_threads(num_torch_threads)
+    try:
+        for _ in range(num_threads):
+            pool.submit(lambda: None)
+        started.wait()
+    except RuntimeError:
+        started.abort()  # or those that were started would wait for ever
+        pool.shutdown()
+        raise
+    finally:
+        torch.set_num_threads(num_torch_threads)
     return pool

@@ -461,13 +461,10 @@ class _Closing(_NextVersion):
 
     def _require_finite(self, new: Tensor) -> None:
         if not is_finite(new):
-            raise self._overflows()
-
-    def _overflows(self) -> NonFiniteError:
-        return NonFiniteError(
-            f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
-            "find the learner that diverged, or lower the outer learning rate."
-        )
+            raise NonFiniteError(
+                f"the outer step of fragment {self._held.fragment} from version {self._held.version} overflows fp32; "
+                "find the learner that diverged, or lower the outer learning rate."
+            )
 
 
 def _runs(num_elements: int) -> Iterator[slice]:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Literal, get_args
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS
@@ -348,17 +349,17 @@ def named_tensors(layout: Layout, thetas: Iterable[Tensor]) -> dict[str, Tensor]
 
 
 class Digest:
-    """The digest of a contiguous fp32 vector on the CPU, computed part by part in order: SHA-256 (hex) of the SHA-256
-    digests of its segments (`codecs.SEGMENT_ELEMENTS`), each of the segment's little-endian bytes.
+    """The digest of a contiguous fp32 vector on the CPU, computed part by part in order: BLAKE3 (hex, 32 bytes) of the
+    BLAKE3 hashes of its segments (`codecs.SEGMENT_ELEMENTS`), each of the segment's little-endian bytes.
 
     Holders of one version of a fragment compare digests; ranks that hold shards compute it from the digests of their
-    segments. The bytes are hashed in place, with the interpreter lock released; with the processor's SHA instructions
-    SHA-256 is twice as fast as BLAKE2b.
+    segments. The bytes are hashed in place, with the interpreter lock released; BLAKE3 is about twice as fast as
+    SHA-256 with the processor's instructions for it.
     """
 
     def __init__(self) -> None:
         self._whole: list[bytes] = []
-        self._hasher = hashlib.sha256()
+        self._hasher = blake3()
         self._missing = SEGMENT_ELEMENTS  # elements until the current segment is complete
 
     def update(self, part: Tensor) -> None:
@@ -371,11 +372,12 @@ class Digest:
         start, address, stop = 0, part.data_ptr(), part.numel()
         while start < stop:
             taken = min(self._missing, stop - start)
-            self._hasher.update((ctypes.c_char * (4 * taken)).from_address(address + 4 * start))
+            memory = (ctypes.c_char * (4 * taken)).from_address(address + 4 * start)
+            self._hasher.update(memoryview(memory).cast("B"))
             start, self._missing = start + taken, self._missing - taken
             if self._missing == 0:
                 self._whole.append(self._hasher.digest())
-                self._hasher, self._missing = hashlib.sha256(), SEGMENT_ELEMENTS
+                self._hasher, self._missing = blake3(), SEGMENT_ELEMENTS
 
     @property
     def segments(self) -> bytes:
@@ -390,7 +392,7 @@ class Digest:
 
 def digest_of_segments(segments: bytes) -> str:
     """The `Digest` of a vector with these `Digest.segments`."""
-    return hashlib.sha256(segments).hexdigest()
+    return blake3(segments).hexdigest()
 
 
 def segment_digests(part: Tensor) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from diloco.errors import DamagedObjectError, StoreError
 
-FORMAT = 12
+FORMAT = 13
 """Of a store. Formats up to 10 were those of a database, before the first release."""
 
 MOST_BYTES = 256 << 10

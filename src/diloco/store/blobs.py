@@ -2,7 +2,7 @@
 
 The metadata of the file has two entries of JSON: `diloco`, the description, and `hashes`, the hash of each tensor. The
 hash of an object is SHA-256 of its header, and so covers every byte: a reader verifies the header, and then each tensor
-that it reads. Θ, whose own hash is the published digest, is hashed once.
+that it reads. The hash of a tensor is BLAKE3 of its bytes; of Θ it is the published digest, so that Θ is hashed once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.core.layout import Digest
@@ -31,11 +32,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DESCRIBED, _HASHES = "diloco", "hashes"
 
 
-class Sha256:
-    """SHA-256 of tensors' bytes, part by part like `Digest`."""
+class Blake3:
+    """BLAKE3 of tensors' bytes, part by part like `Digest`."""
 
     def __init__(self) -> None:
-        self._hasher = hashlib.sha256()
+        self._hasher = blake3()
 
     def update(self, part: Tensor, /) -> None:
         """Add the next elements."""
@@ -46,9 +47,9 @@ class Sha256:
         return self._hasher.hexdigest()
 
 
-def hasher_of(name: str) -> Digest | Sha256:
+def hasher_of(name: str) -> Digest | Blake3:
     """The hasher of a tensor with this name."""
-    return Digest() if name == "theta" else Sha256()
+    return Digest() if name == "theta" else Blake3()
 
 
 def new_blob(tensors: Mapping[str, Tensor], described: Mapping[str, Any], digests: Mapping[str, str]) -> Blob:
@@ -58,7 +59,7 @@ def new_blob(tensors: Mapping[str, Tensor], described: Mapping[str, Any], digest
         parts.append(bytes_of(tensor.contiguous()))
         last = first + len(parts[-1])
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, last]}
-        hashes[name] = digests.get(name) or hashlib.sha256(parts[-1]).hexdigest()
+        hashes[name] = digests.get(name) or blake3(parts[-1]).hexdigest()
         first = last
     metadata = {_DESCRIBED: json.dumps(described), _HASHES: json.dumps(hashes)}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()

@@ -3,7 +3,7 @@
 A part is a gzip stream of lines. A line is the CRC-32 of all lines of its part up to it (8 hex digits), a space, and an
 entry (`run.journal.recorder`) as JSON: `zcat PART | cut -c10-` shows them. The first entry of a part describes it:
 
-    {"e": "#journal", "format": 8, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
+    {"e": "#journal", "format": 9, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
 
 `follows` is the last CRC of the part before, if the same process wrote both. `wall_s` and `t` are the same moment, in
 Unix time and on the clock of the entries. {"e": "#gap", "missing": n} replaces entries that the disk refused. Readers
@@ -32,7 +32,7 @@ from diloco.whole_files import sync_directory
 
 log = logging.getLogger("diloco.syncer")
 
-FORMAT = 8
+FORMAT = 9
 DIRECTORY, PAYLOADS, SUFFIX = "journal", "payloads", ".jsonl.gz"
 
 GZIP = 31

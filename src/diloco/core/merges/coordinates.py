@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diloco.core.merges.decoding import SHARED_RUN_SEGMENTS, Decoder, Run, within
+from diloco.core.merges.decoding import Decoder, Run, within
 from diloco.core.merges.merge import Merge
 from diloco.core.merges.weighted_sum import means_of
 
@@ -50,5 +50,5 @@ class CoordinateMerge(Merge):
                     self.combine(own, own_weights, block)
             final(run.elements)
 
-        for _ in decoder.each_run(merge, SHARED_RUN_SEGMENTS):
+        for _ in decoder.each_run(merge):
             pass

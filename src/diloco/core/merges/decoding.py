@@ -18,12 +18,8 @@ from diloco.core.memory import Each, one_by_one
 from diloco.errors import ConfigError, CorruptPayloadError
 
 RUN_SEGMENTS = 8
-"""Segments of one learner that are decoded at once: enough to spread the cost of a call, few enough for a core's cache.
-"""
-
-SHARED_RUN_SEGMENTS = 8
-"""Segments where all learners are decoded at once. Distances depend on this number: their blocks begin with each run.
-"""
+"""Segments of a run: enough to spread the cost of a call, few enough for a core's cache. Distances depend on this
+number: their blocks begin with each run."""
 
 T = TypeVar("T")
 
@@ -132,9 +128,9 @@ class Decoder:
         self.device = next(payloads, torch.empty(0)).device
         self.each = each
 
-    def each_run(self, function: "Callable[[Run], T]", num_segments: int = RUN_SEGMENTS) -> Iterable[T]:
+    def each_run(self, function: "Callable[[Run], T]") -> Iterable[T]:
         """The results of a function of each run, in order. It may be called for several runs at once, in threads."""
-        step = num_segments * SEGMENT_ELEMENTS
+        step = RUN_SEGMENTS * SEGMENT_ELEMENTS
         starts = range(0, self.num_elements, step)
         return self.each(lambda start: function(Run(self, start, min(start + step, self.num_elements))), starts)
 
@@ -191,27 +187,28 @@ class Run:
     def squares(self, index: int, elements: slice) -> list[float] | None:
         """Σ x² of each block of these elements of a contribution (`measures.block_sums`) by compiled loops; None: they
         cannot."""
-        contribution, codec = self.contributions[index], self._decoder.codec
-        if len(contribution.payloads) != 1 or contribution.parts:
+        if (loops := arithmetic.loops()) is None or not self._can_loop([index]):
             return None
-        payload = contribution.payloads[0]
-        if (loops := arithmetic.reading(codec, payload)) is None:
-            return None
+        codec, payload = self._decoder.codec, self.contributions[index].payloads[0]
         found: list[float] | None = loops.decoded_squares(
             codec, payload, self._decoder.num_elements, elements.start, elements.stop
         )
         return found
 
     def weighted_sum(self, factors: Mapping[int, float], divisor: float, part: slice, out: Tensor) -> bool:
-        """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops, if they can.
-        Returns whether they have."""
-        codec, summed = self._decoder.codec, [self.contributions[index] for index in factors]
-        if not summed or any(len(each.payloads) != 1 or each.parts for each in summed):
+        """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops. False: they
+        cannot, and the part is undefined."""
+        if (loops := arithmetic.loops()) is None or not factors or not self._can_loop(factors):
             return False
-        payloads = [each.payloads[0][self._span] for each in summed]
-        if (loops := arithmetic.loops()) is None or not all(arithmetic.reading(codec, each) for each in payloads):
-            return False
-        return bool(loops.weighted_sum(codec, payloads, [*factors.values()], divisor, part, out))
+        payloads = [self.contributions[index].payloads[0][self._span] for index in factors]
+        return bool(loops.weighted_sum(self._decoder.codec, payloads, [*factors.values()], divisor, part, out))
+
+    def _can_loop(self, indices: Iterable[int]) -> bool:
+        """Whether compiled loops can read these contributions: each one payload, of all that its learner trains."""
+        codec, found = self._decoder.codec, [self.contributions[index] for index in indices]
+        return all(
+            len(each.payloads) == 1 and not each.parts and arithmetic.reading(codec, each.payloads[0]) for each in found
+        )
 
     def read_all(self) -> list[Tensor]:
         """The outer gradients of all contributions in this run."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 from diloco.core.choices import BELOW_1, checked
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
-from diloco.core.merges.measures import Measured, measure_tensors, norm
+from diloco.core.merges.measures import Measured, lengths_of, measure_tensors
 from diloco.core.merges.weighted_sum import WeightedSum, counting_at
 from diloco.errors import ConfigError
 
@@ -56,7 +56,8 @@ class HeLoCo(LinearMerge[Angles]):
     def measure(self, decoder: Decoder) -> Angles:
         if decoder.momentum is None:
             return Angles({}, {})
-        norms = {index: norm(decoder.momentum[place.elements]) for index, place in enumerate(decoder.places)}
+        lengths = lengths_of(decoder, [each.elements for each in decoder.places], decoder.momentum)
+        norms = dict(enumerate(lengths))
         corrected = {index: counting_at(decoder.contributions, index) for index, length in norms.items() if length}
         return Angles(norms, measure_tensors(decoder, corrected, decoder.momentum))
 

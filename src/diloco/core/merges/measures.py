@@ -10,7 +10,6 @@ those elements), to be comparable to the length of a whole contribution.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from diloco.core import arithmetic
 from diloco.core.codecs.chunks import fold
-from diloco.core.merges.decoding import SHARED_RUN_SEGMENTS, Decoder, Run, within
+from diloco.core.merges.decoding import Decoder, Run, within
 from diloco.core.merges.weighted_sum import WeightedSum
 
 BLOCK_ELEMENTS = 4096
@@ -42,11 +41,6 @@ def block_sums(x: Tensor, y: Tensor | None = None) -> list[float]:
     # A product of two fp32 numbers is exact in fp64, so `addcmul_` rounds once, whether the device fuses it or not.
     sums: list[float] = fold(low.mul(low_factor).addcmul_(high, high_factor)).flatten().tolist()
     return sums
-
-
-def norm(x: Tensor) -> float:
-    """‖x‖ of a flat fp32 vector."""
-    return math.sqrt(math.fsum(chain.from_iterable(map(block_sums, x.split(PIECE_ELEMENTS)))))
 
 
 def pieces_of(stretches: Iterable[tuple[slice, T]]) -> Iterator[list[tuple[slice, T]]]:
@@ -174,7 +168,7 @@ def squared_distances(decoder: Decoder, stretches: Sequence[WeightedSum]) -> lis
             for (i, j), own in pairs.items()
         ]
 
-    for found in decoder.each_run(sums_of, SHARED_RUN_SEGMENTS):
+    for found in decoder.each_run(sums_of):
         for own, blocks in found:
             own += blocks
     squared: list[Matrix] = [[[0.0] * num for _ in range(num)] for _ in stretches]
