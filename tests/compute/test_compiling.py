@@ -63,8 +63,43 @@ def test_loops_are_compiled_once_a_machine_and_anew_where_their_files_are_damage
                 path.write_bytes(damaged)
         found = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
         assert found.stdout == first.stdout
-        assert "the loop 'narrow' cannot be taken from" in found.stderr
+        assert "the loop 'narrow' cannot be taken from or kept in" in found.stderr
         assert f"{tmp_path}/diloco/loops-" in found.stderr
+
+
+def test_two_loops_never_share_the_files_of_one(tmp_path: Path) -> None:
+    """Numba numbers the files of a function without a lock: two processes that compile two loops for the first time
+    could keep one under the number of the other."""
+    code = ENCODE.replace("import BF16", "import BF16, E3M0, Int4").replace(
+        "print(", "[codec.encode(torch.arange(1000.0)) for codec in (E3M0(), Int4(), Int4(128))]\nprint("
+    )
+    ran(code, XDG_CACHE_HOME=str(tmp_path))
+    numbered = [path for path in files_of(tmp_path) if path.suffix == ".nbc"]
+    assert len(numbered) == 5  # flush_denormals too
+    assert all(path.name.endswith(".1.nbc") for path in numbered)
+
+
+def test_another_processor_compiles_anew(tmp_path: Path) -> None:
+    first = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
+    files = files_of(tmp_path)
+    other = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path), NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="")
+    assert other.stdout == first.stdout
+    assert len(files_of(tmp_path)) == 2 * len(files)
+    assert files_of(tmp_path).items() >= files.items()
+
+
+def test_where_nothing_can_be_compiled_torch_computes_and_says_so() -> None:
+    code = (
+        "from diloco.compute import compiling\n"
+        "def fails(*_): raise OSError('no executable memory')\n"
+        "compiling._compiled = fails\n"
+        "import torch; from diloco.core import arithmetic; from diloco.core.codecs import FP32\n"
+        "FP32().encode(torch.ones(arithmetic.WORTH_ELEMENTS))\n"
+        "assert arithmetic.loops() is None\n"
+    ) + CHOOSE
+    done = ran(code)
+    assert "the loop '_flush' cannot be compiled here (OSError('no executable memory'))" in done.stdout
+    assert "; torch computes the same, more slowly.\n" in done.stderr
 
 
 def test_without_a_place_for_a_cache_loops_are_compiled_in_every_process(

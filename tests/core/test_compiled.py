@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diloco.compute import loops
 from diloco.compute.threads import ThreadMap
 from diloco.core import arithmetic
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, SEGMENT_ELEMENTS, Codec, Int4, Int8, TwoBit, compress
@@ -38,7 +39,7 @@ from diloco.core.merges.measures import block_sums
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer
 from diloco.core.presets import DataParallel, DiLoCo
-from diloco.errors import ConfigError, CorruptPayloadError, DilocoError, NonFiniteError
+from diloco.errors import ConfigError, CorruptPayloadError, DilocoError, LayoutError, NonFiniteError
 
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 LOOPED = [FP32(), BF16(), Int8(), Int4(), E3M0()]
@@ -389,8 +390,9 @@ def methods(down: str) -> dict[str, Method]:
 
 
 def tensors(num_elements: int, *, averaged: bool = False) -> tuple[Placement, ...]:
-    sizes = [num_elements // 3, num_elements // 2 + 1]
-    sizes.append(num_elements - sum(sizes))
+    """Three tensors, of which the second may be averaged: of many elements, it is in the last run only."""
+    small = max(1, num_elements // 20)
+    sizes = [num_elements - 2 * small, small, small]
     offsets = itertools.accumulate(sizes, initial=0)
     roles = ["parameter", "variance" if averaged else "parameter", "parameter"]
     return tuple(
@@ -421,12 +423,59 @@ def rounds(how: Method, num_elements: int, places: Sequence[Placement], each: An
 def test_rounds(kind: str, down: str, threads: Mapping[int, ThreadMap]) -> None:
     """In place or not, in any number of threads: payload, digest, Θ, residual and outer state."""
     how = methods(down)[kind]
-    for num_elements, averaged in ((5, False), (1003, True), (MANY, False)):
+    for num_elements, averaged in ((5, False), (1003, True), (MANY, False), (MANY, True)):
         compute = partial(rounds, how, num_elements, tensors(num_elements, averaged=averaged))
         expected = outcome("torch", partial(compute, threads[1], in_place=False))
         assert outcome("torch", partial(compute, threads[3], in_place=True)) == expected
         assert outcome("compiled", partial(compute, threads[1], in_place=False)) == expected
         assert outcome("compiled", partial(compute, threads[2], in_place=True)) == expected
+
+
+@pytest.mark.parametrize("how", [Mean(), RadialDirectional()], ids=str)
+@pytest.mark.parametrize("down", ["fp32", "e3m0"])
+def test_a_round_in_place_is_computed_by_the_loops(how: Merge, down: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they cannot do, torch does, with the same bits: so no other test would see that they are left out."""
+    called = set[str]()
+
+    def watched(name: str) -> Callable[..., Any]:
+        loop = getattr(loops, name)
+
+        def call(*arguments: Any) -> Any:
+            called.add(name)
+            return loop(*arguments)
+
+        return call
+
+    for name in loops.__all__:
+        monkeypatch.setattr(loops, name, watched(name))
+    arithmetic.choose("compiled")
+    rounds(replace(DiLoCo(codec=("e3m0", down)), merge=how), MANY, tensors(MANY), map, in_place=True)
+    expected = {"can_read", "encode", "weighted_sum", "flush_denormals"}
+    expected |= {"outer_step"} if down == "fp32" else {"change", "land", "decode"}
+    expected |= {"decoded_squares", "block_sums"} if how == RadialDirectional() else set()
+    assert called == expected
+
+
+@pytest.mark.parametrize("name", ["theta", "momentum", "residual"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_memory_of_another_length_is_refused(name: str, in_place: bool) -> None:
+    """Loops would write past its end."""
+    how, places = DiLoCo(codec="e3m0"), tensors(MANY)
+    held = GlobalFragment.first(how, 0, torch.randn(MANY))
+    held = replace(held, residual=torch.zeros(MANY))
+    short = torch.zeros(MANY)[: MANY // 2]
+    broken = replace(held, **({"outer_state": {name: short}} if name == "momentum" else {name: short}))  # type: ignore[arg-type]
+    contributions = [Encoded("a", (how.up.encode(torch.randn(MANY)),), 1.0)]
+    kind, sentence = require_same(lambda: close(how, broken, contributions, places, in_place=in_place))
+    assert issubclass(kind, DilocoError), sentence
+    for out, new in ((short, torch.zeros(MANY)), (torch.zeros(MANY), short)):
+        kind, sentence = require_same(
+            lambda out=out, new=new: how.outer.step(
+                held.outer_state, held.theta, held.theta, out=out, new_state={"momentum": new}
+            )
+        )
+        assert kind is LayoutError
+        assert f"must be a flat float32 vector of {MANY} elements" in sentence
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -112,7 +112,7 @@ def _compiled(function: Callable[..., Any], signature: str, directory: Path | No
 
 @cache
 def cache_directory() -> Path | None:
-    """The directory of compiled loops, for these sources, this Numba and this processor; None: none can be written to."""
+    """The directory of what was compiled from these sources for this processor; None: none can be written to."""
     processor = numba.config.CPU_NAME or get_host_cpu_name(), numba.config.CPU_FEATURES or get_host_cpu_features()
     package, made_by = Path(__file__).parents[1], hashlib.sha256(f"{numba.__version__} {processor}".encode())
     for path in sorted([*package.glob("compute/*.py"), *package.glob("core/*.py"), *package.glob("core/codecs/*.py")]):

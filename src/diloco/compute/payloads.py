@@ -188,9 +188,8 @@ def weighted_sum(
 
     Returns whether the blocks that were read, those with elements of the part, are valid; it is undefined otherwise.
     """
-    addresses = np.array([each.data_ptr() for each in payloads])
-    found = _summing(codec)(addresses, np.array(factors), _f32(divisor), out.numpy(), part.start, part.stop)
-    return bool(found)
+    payloads_at, by = np.array([each.data_ptr() for each in payloads]), _f32(divisor)
+    return bool(_summing(codec)(payloads_at, np.array(factors), by, out.numpy(), part.start, part.stop))
 
 
 @once
@@ -231,10 +230,8 @@ def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int
     """Σ x² of each BLOCK_ELEMENTS of a decoded payload, from element `first` to `last`; the last block is padded
     with zeros. None: a block that was read is invalid."""
     sums = np.empty(-(-(last - first) // BLOCK_ELEMENTS))
-    if not _squarer(codec)(payload.data_ptr(), num_elements, first, last, sums):
-        return None
-    found: list[float] = sums.tolist()
-    return found
+    is_valid = _squarer(codec)(payload.data_ptr(), num_elements, first, last, sums)
+    return [*sums.tolist()] if is_valid else None
 
 
 @once

@@ -82,7 +82,7 @@ def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
             pool.submit(lambda: None)
         started.wait()
     except RuntimeError:
-        started.abort()  # or those that were started would wait for ever
+        started.abort()  # those that were started wait there
         pool.shutdown()
         raise
     finally:

@@ -36,8 +36,7 @@ def block_sums(x: Tensor, y: Tensor) -> list[float]:
     """Σ x·y of each block of BLOCK_ELEMENTS, whole ones."""
     sums = np.empty(x.numel() // BLOCK_ELEMENTS)
     _summer()(x.numpy(), y.numpy(), sums)
-    found: list[float] = sums.tolist()
-    return found
+    return [*sums.tolist()]
 
 
 @once

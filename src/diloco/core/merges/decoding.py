@@ -190,10 +190,8 @@ class Run:
         if (loops := arithmetic.loops()) is None or not self._can_loop([index]):
             return None
         codec, payload = self._decoder.codec, self.contributions[index].payloads[0]
-        found: list[float] | None = loops.decoded_squares(
-            codec, payload, self._decoder.num_elements, elements.start, elements.stop
-        )
-        return found
+        squares = loops.decoded_squares(codec, payload, self._decoder.num_elements, elements.start, elements.stop)
+        return None if squares is None else [*squares]
 
     def weighted_sum(self, factors: Mapping[int, float], divisor: float, part: slice, out: Tensor) -> bool:
         """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops. False: they

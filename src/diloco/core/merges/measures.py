@@ -33,8 +33,7 @@ def block_sums(x: Tensor, y: Tensor | None = None) -> list[float]:
         x = torch.cat([x, x.new_zeros(missing)])
         y = None if y is None else torch.cat([y, y.new_zeros(missing)])
     if x.device.type == "cpu" and (loops := arithmetic.loops()) is not None:
-        found: list[float] = loops.block_sums(x, x if y is None else y)
-        return found
+        return [*loops.block_sums(x, x if y is None else y)]
     wide = x.double().view(-1, BLOCK_ELEMENTS)
     low, high = wide.chunk(2, 1)
     low_factor, high_factor = (wide if y is None else y.double().view(-1, BLOCK_ELEMENTS)).chunk(2, 1)

@@ -69,7 +69,7 @@ def merge_into(
 
     Raises:
         ConfigError: no contribution has a weight.
-        CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
+        CorruptPayloadError: a payload of the wrong size, or with inf or NaN in what is merged of it; names the learner.
         NonFiniteError: the merge itself overflows.
     """
 

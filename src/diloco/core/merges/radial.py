@@ -32,7 +32,7 @@ class RadialDirectional(LinearMerge[Norms]):
             rows are trained by different learners at different times.
 
     A tensor that only one learner trains becomes that learner's, bit for bit. Two passes over the contributions: norms,
-    then the sum of directions, whose length is measured while it is summed.
+    then the sum of directions, which is scaled to its length afterwards.
     """
 
     elementwise: ClassVar[bool] = False
