@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from numba import njit
 
-from diloco.compute import compiling, threads
+from diloco.compute import compiling
 from diloco.core import arithmetic
 from diloco.errors import ConfigError
 
@@ -155,23 +153,15 @@ def test_loops_are_loaded_for_long_vectors_only() -> None:
     assert arithmetic.loops() is None
 
 
-def test_of_several_threads_one_compiles() -> None:
-    made, barrier = list[int](), threading.Barrier(3)
-
-    @compiling.once
-    def make(number: int) -> object:
-        made.append(number)
-        return njit("int64(int64)")(lambda x: x + 1)
-
-    def need(_: int) -> object:
-        barrier.wait()
-        return make(7)
-
-    each = threads.ThreadMap(3)
-    first, *others = each(need, range(3))
-    each.close()
-    assert made == [7]
-    assert all(other is first for other in others)
+def test_threads_that_need_a_loop_at_the_same_time_compile_it(tmp_path: Path) -> None:
+    code = ENCODE.replace(
+        "print(",
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "same = [*ThreadPoolExecutor(3).map(lambda _: BF16().encode(torch.arange(1000.0)).tolist(), range(3))]\n"
+        "assert same[0] == same[1] == same[2]\nprint(",
+    )
+    assert ran(code, XDG_CACHE_HOME=str(tmp_path)).stderr == ""
+    assert len(files_of(tmp_path)) == 4  # flush_denormals too, each with its index
 
 
 def test_a_run_of_a_small_model_needs_no_numba() -> None:

@@ -11,10 +11,10 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from threading import RLock
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any
 
 import numba
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
@@ -28,32 +28,12 @@ if numba.config.DISABLE_JIT:
 
 log = logging.getLogger("diloco")
 
-T = TypeVar("T")
-
 _SLOW_S = 2.0
 
-_compiling = RLock()
+_compiling = Lock()
 
-
-def once(make: Callable[..., T]) -> Callable[..., T]:
-    """As `functools.cache`; of several threads that need a result at the same time, one makes it."""
-    made = dict[tuple[Any, ...], T]()
-
-    @wraps(make)
-    def found(*arguments: Any) -> T:
-        if arguments not in made:
-            with _compiling:
-                if arguments not in made:
-                    made[arguments] = make(*arguments)
-        return made[arguments]
-
-    return found
-
-
-def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one element that loops may call. It stays what it is elsewhere."""
-    jitable: Callable[..., Any] = register_jitable(function)
-    return jitable
+inlined: Callable[[Callable[..., Any]], Callable[..., Any]] = register_jitable
+"""A function of one element that loops may call. It stays what it is elsewhere."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from diloco.compute.compiling import inlined, loop, once, pointer
+from diloco.compute.compiling import inlined, loop, pointer
 from diloco.compute.vectors import folded
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.blocks import SMALLEST_SCALE_BITS, ScaledBlocks
@@ -30,7 +31,7 @@ def encode(codec: ScaledBlocks, x: Tensor, out: Tensor) -> int:
     return int(_encoder(codec)(x.numpy(), x.view(torch.int32).numpy(), out.numpy()))
 
 
-@once
+@cache
 def _encoder(codec: ScaledBlocks) -> Callable[..., int]:
     assert codec.code_of is not None
     code_of, bits, block, smallest = inlined(codec.code_of), codec.code_bits, codec.block, SMALLEST_SCALE_BITS
@@ -71,7 +72,7 @@ def encode_cast(codec: Cast, x: Tensor, out: Tensor) -> int:
     return int(_cast_encoder(codec)(x.view(torch.int32).numpy(), out.numpy().view(f"i{codec.dtype.itemsize}")))
 
 
-@once
+@cache
 def _cast_encoder(codec: Cast) -> Callable[..., int]:
     assert codec.narrowed is not None
     narrowed = inlined(codec.narrowed)
@@ -166,7 +167,7 @@ def decode(codec: Codec, payload: Tensor, out: Tensor) -> bool:
     return bool(_decoder(codec)(payload.data_ptr(), out.numpy()))
 
 
-@once
+@cache
 def _decoder(codec: Codec) -> Callable[..., bool]:
     _, read = _reader(codec)
 
@@ -178,35 +179,40 @@ def _decoder(codec: Codec) -> Callable[..., bool]:
 
 
 def weighted_sum(
-    codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], divisor: float, part: slice, out: Tensor
-) -> bool:
+    codec: Codec, payloads: Sequence[Tensor], num_elements: int, factors: Sequence[float], divisor: float, first: int,
+    out: Tensor,
+) -> bool:  # fmt: skip
     """Σ factor·decode(payload) / divisor, in this order, as `merges.linear.add_up`.
 
     Arguments:
-        payloads: of the vector that `out` is, at least one; `can_read` allows them.
-        part: the elements of `out` (fp32) that are written.
+        payloads: of vectors of `num_elements`, at least one; `can_read` allows them.
+        out: fp32, for the elements from `first` on.
 
-    Returns whether the blocks that were read, those with elements of the part, are valid; it is undefined otherwise.
+    Returns whether the blocks with these elements are valid; `out` is undefined otherwise.
     """
-    payloads_at, by = np.array([each.data_ptr() for each in payloads]), _f32(divisor)
-    return bool(_summing(codec)(payloads_at, np.array(factors), by, out.numpy(), part.start, part.stop))
+    arrays = _addresses(payloads), num_elements, np.array(factors), _f32(divisor), first, out.numpy()
+    return bool(_summing(codec)(*arrays))
 
 
-@once
+def _addresses(payloads: Sequence[Tensor]) -> Any:
+    return np.array([each.data_ptr() for each in payloads], np.int64)
+
+
+@cache
 def _summing(codec: Codec) -> Callable[..., bool]:
     block, read = _reader(codec)
     # Elements that are summed over all learners before the next ones: their sum stays in a core's first cache.
     chunk, tiny, huge = max(block, BLOCK_ELEMENTS // 2), float(np.finfo(_f32).tiny), float(np.finfo(_f32).max)
 
-    @loop("boolean(int64[::1], float64[::1], float32, float32[::1], int64, int64)", codec.name)
-    def add_up(addresses: Any, factors: Any, divisor: Any, out: Any, first: int, last: int) -> Any:
-        valid, decoded = True, np.empty(chunk, _f32)
+    @loop("boolean(int64[::1], int64, float64[::1], float32, int64, float32[::1])", codec.name)
+    def add_up(addresses: Any, num_elements: int, factors: Any, divisor: Any, first: int, out: Any) -> Any:
+        valid, decoded, last = True, np.empty(chunk, _f32), first + len(out)
         for low in range(first // block * block, last, chunk):
             begin, end = max(low, first), min(low + chunk, last)
-            own, found = out[begin:end], decoded[begin - low : end - low]
-            stop = min((end + block - 1) // block * block, len(out))
+            own, found = out[begin - first : end - first], decoded[begin - low : end - low]
+            stop = min((end + block - 1) // block * block, num_elements)
             for m in range(len(addresses)):
-                valid &= read(addresses[m], len(out), low, stop, decoded)
+                valid &= read(addresses[m], num_elements, low, stop, decoded)
                 factor, narrow = factors[m], _f32(factors[m])
                 if factor != 0 and not tiny <= abs(factor) <= huge:
                     for i in range(len(own)):
@@ -226,34 +232,37 @@ def _summing(codec: Codec) -> Callable[..., bool]:
     return add_up
 
 
-def decoded_squares(codec: Codec, payload: Tensor, num_elements: int, first: int, last: int) -> list[float] | None:
-    """Σ x² of each BLOCK_ELEMENTS of a decoded payload, from element `first` to `last`; the last block is padded
+def decoded_squares(
+    codec: Codec, payloads: Sequence[Tensor], num_elements: int, first: int, last: int
+) -> list[list[float]] | None:
+    """Σ x² of each BLOCK_ELEMENTS of decoded payloads, from element `first` to `last`; the last block is padded
     with zeros. None: a block that was read is invalid."""
-    sums = np.empty(-(-(last - first) // BLOCK_ELEMENTS))
-    is_valid = _squarer(codec)(payload.data_ptr(), num_elements, first, last, sums)
+    sums = np.empty((len(payloads), -(-(last - first) // BLOCK_ELEMENTS)))
+    is_valid = _squarer(codec)(_addresses(payloads), num_elements, first, last, sums)
     return [*sums.tolist()] if is_valid else None
 
 
-@once
+@cache
 def _squarer(codec: Codec) -> Callable[..., bool]:
     block, read = _reader(codec)
     half = BLOCK_ELEMENTS // 2
 
-    @loop("boolean(int64, int64, int64, int64, float64[::1])", codec.name)
-    def square_blocks(address: int, num_elements: int, first: int, last: int, sums: Any) -> Any:
+    @loop("boolean(int64[::1], int64, int64, int64, float64[:, ::1])", codec.name)
+    def square_blocks(addresses: Any, num_elements: int, first: int, last: int, sums: Any) -> Any:
         valid, products = True, np.empty(half)
         decoded = np.empty((BLOCK_ELEMENTS // block + 2) * block, _f32)
-        for b in range(len(sums)):
-            begin, end = first + b * BLOCK_ELEMENTS, min(first + (b + 1) * BLOCK_ELEMENTS, last)
-            aligned = begin // block * block
-            stop = min((end + block - 1) // block * block, num_elements)
-            valid &= read(address, num_elements, aligned, stop, decoded)
-            x = decoded[begin - aligned : begin - aligned + BLOCK_ELEMENTS]
-            for i in range(end - begin, BLOCK_ELEMENTS):
-                x[i] = 0
-            for i in range(half):
-                products[i] = _f64(x[i]) * _f64(x[i]) + _f64(x[half + i]) * _f64(x[half + i])
-            sums[b] = folded(products)
+        for m in range(len(addresses)):
+            for b in range(sums.shape[1]):
+                begin, end = first + b * BLOCK_ELEMENTS, min(first + (b + 1) * BLOCK_ELEMENTS, last)
+                aligned = begin // block * block
+                stop = min((end + block - 1) // block * block, num_elements)
+                valid &= read(addresses[m], num_elements, aligned, stop, decoded)
+                x = decoded[begin - aligned : begin - aligned + BLOCK_ELEMENTS]
+                for i in range(end - begin, BLOCK_ELEMENTS):
+                    x[i] = 0
+                for i in range(half):
+                    products[i] = _f64(x[i]) * _f64(x[i]) + _f64(x[half + i]) * _f64(x[half + i])
+                sums[m, b] = folded(products)
         return valid
 
     return square_blocks

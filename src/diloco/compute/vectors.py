@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.compute.compiling import inlined, loop, once
+from diloco.compute.compiling import inlined, loop
 from diloco.core.merges.measures import BLOCK_ELEMENTS
 from diloco.core.outer import Outer
 
@@ -39,7 +40,7 @@ def block_sums(x: Tensor, y: Tensor) -> list[float]:
     return [*sums.tolist()]
 
 
-@once
+@cache
 def _summer() -> Callable[..., None]:
     half = BLOCK_ELEMENTS // 2
 
@@ -69,7 +70,7 @@ def _constants(outer: Outer) -> tuple[Any, Any]:
     return _f32(a), _f32(b)
 
 
-@once
+@cache
 def _stepper(kind: type[Outer]) -> Callable[..., bool]:
     step = inlined(kind.formula)
 
@@ -102,7 +103,7 @@ def change(outer: Outer, params: Tensor, delta: Tensor, vector: Tensor, residual
     return bool(_changer(type(outer))(*_constants(outer), *(each.numpy() for each in (params, delta, vector, e, out))))
 
 
-@once
+@cache
 def _changer(kind: type[Outer]) -> Callable[..., bool]:
     step = inlined(kind.formula)
 
@@ -131,7 +132,7 @@ def land(
     _lander(type(outer))(*_constants(outer), *arrays, new.view(torch.int32).numpy())
 
 
-@once
+@cache
 def _lander(kind: type[Outer]) -> Callable[..., None]:
     step = inlined(kind.formula)
 

@@ -65,9 +65,8 @@ def prepare(num_elements: int, device: Any = None) -> None:
     Arguments:
         device: a `torch.device`, on which the vector is; None: the host.
     """
-    if _chosen.arithmetic != "auto" or _chosen.loops is not None or num_elements < WORTH_ELEMENTS:
-        return
-    if device is not None and device.type != "cpu":
+    on_host = device is None or device.type == "cpu"
+    if not on_host or _chosen.arithmetic != "auto" or _chosen.loops is not None or num_elements < WORTH_ELEMENTS:
         return
     try:
         _chosen.loops = import_module(_LOOPS)

@@ -238,7 +238,7 @@ def apply_lossless_update(
     """
     _require_size(update, payload, 4 * num_elements)
     theta = payload.view(torch.float32)
-    segments = b"".join(each(lambda run: segment_digests(theta[run]), _runs(num_elements)))
+    segments = b"".join(each(lambda run: segment_digests(theta[run]), _runs(num_elements, 8 * _RUN_ELEMENTS)))
     new = GlobalFragment(update.fragment, update.version, theta, outer_state, None, digest_of_segments(segments))
     if verify:
         require_digest(update, new.digest)
@@ -467,9 +467,9 @@ class _Closing(_NextVersion):
             )
 
 
-def _runs(num_elements: int) -> Iterator[slice]:
-    for start in range(0, num_elements, _RUN_ELEMENTS):
-        yield slice(start, min(start + _RUN_ELEMENTS, num_elements))
+def _runs(num_elements: int, size: int = _RUN_ELEMENTS) -> Iterator[slice]:
+    for start in range(0, num_elements, size):
+        yield slice(start, min(start + size, num_elements))
 
 
 def _like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

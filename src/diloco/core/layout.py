@@ -369,12 +369,11 @@ class Digest:
                 f"a digest is taken of a contiguous float32 vector on the CPU, not {_dtype_name(part)} on "
                 f"{part.device}."
             )
-        start, address, stop = 0, part.data_ptr(), part.numel()
-        while start < stop:
-            taken = min(self._missing, stop - start)
-            memory = (ctypes.c_char * (4 * taken)).from_address(address + 4 * start)
-            self._hasher.update(memoryview(memory).cast("B"))
-            start, self._missing = start + taken, self._missing - taken
+        data = memoryview((ctypes.c_char * (4 * part.numel())).from_address(part.data_ptr())).cast("B")
+        while data:
+            taken = min(self._missing, len(data) // 4)
+            self._hasher.update(data[: 4 * taken])
+            data, self._missing = data[4 * taken :], self._missing - taken
             if self._missing == 0:
                 self._whole.append(self._hasher.digest())
                 self._hasher, self._missing = blake3(), SEGMENT_ELEMENTS

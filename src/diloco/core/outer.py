@@ -246,8 +246,7 @@ def require_fit(outer: Outer, state: Mapping[str, Tensor], **vectors: Tensor | N
     found = {name: each for name, each in {**vectors, **state}.items() if name != "step" and each is not None}
     num_elements = next(iter(found.values())).numel()
     for name, vector in found.items():
-        fits = vector.dtype == torch.float32 and vector.is_contiguous()
-        if not fits or vector.dim() != 1 or vector.numel() != num_elements:
+        if (vector.dtype, vector.shape) != (torch.float32, (num_elements,)) or not vector.is_contiguous():
             raise LayoutError(
                 f"{name} of {outer} must be a flat float32 vector of {num_elements} elements,"
                 f" not {tuple(vector.shape)} {str(vector.dtype).removeprefix('torch.')}."

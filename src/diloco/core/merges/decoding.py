@@ -3,7 +3,7 @@ checked once, then decoded run by run of whole segments, into reused scratch."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -100,6 +100,7 @@ class Decoder:
         momentum: of the outer optimizer, fp32 [num_elements]; None: it has none.
         codec: of the payloads.
         each: works through the runs.
+        looped: indices of contributions that compiled loops can read: one payload, of all that the learner trains.
         device: of the payloads and of all computation.
 
     Raises:
@@ -127,6 +128,10 @@ class Decoder:
         payloads = (payload for each in contributions for payload in each.payloads)
         self.device = next(payloads, torch.empty(0)).device
         self.each = each
+        self.looped = frozenset(
+            index for index, it in enumerate(contributions)
+            if len(it.payloads) == 1 and not it.parts and arithmetic.reading(codec, it.payloads[0])
+        )  # fmt: skip
 
     def each_run(self, function: "Callable[[Run], T]") -> Iterable[T]:
         """The results of a function of each run, in order. It may be called for several runs at once, in threads."""
@@ -184,29 +189,25 @@ class Run:
         """The place of these elements of the vector in the run."""
         return slice(elements.start - self.elements.start, elements.stop - self.elements.start)
 
-    def squares(self, index: int, elements: slice) -> list[float] | None:
-        """Σ x² of each block of these elements of a contribution (`measures.block_sums`) by compiled loops; None: they
-        cannot."""
-        if (loops := arithmetic.loops()) is None or not self._can_loop([index]):
+    def squares(self, indices: Collection[int], elements: slice) -> list[list[float]] | None:
+        """Σ x² of each block of these elements of some contributions (`measures.block_sums`) by compiled loops; None:
+        they cannot."""
+        it = self._decoder
+        if (loops := arithmetic.loops()) is None or not it.looped.issuperset(indices):
             return None
-        codec, payload = self._decoder.codec, self.contributions[index].payloads[0]
-        squares = loops.decoded_squares(codec, payload, self._decoder.num_elements, elements.start, elements.stop)
+        payloads = [self.contributions[index].payloads[0] for index in indices]
+        squares = loops.decoded_squares(it.codec, payloads, it.num_elements, elements.start, elements.stop)
         return None if squares is None else [*squares]
 
     def weighted_sum(self, factors: Mapping[int, float], divisor: float, part: slice, out: Tensor) -> bool:
         """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops. False: they
         cannot, and the part is undefined."""
-        if (loops := arithmetic.loops()) is None or not factors or not self._can_loop(factors):
+        it = self._decoder
+        if (loops := arithmetic.loops()) is None or not factors or not it.looped.issuperset(factors):
             return False
-        payloads = [self.contributions[index].payloads[0][self._span] for index in factors]
-        return bool(loops.weighted_sum(self._decoder.codec, payloads, [*factors.values()], divisor, part, out))
-
-    def _can_loop(self, indices: Iterable[int]) -> bool:
-        """Whether compiled loops can read these contributions: each one payload, of all that its learner trains."""
-        codec, found = self._decoder.codec, [self.contributions[index] for index in indices]
-        return all(
-            len(each.payloads) == 1 and not each.parts and arithmetic.reading(codec, each.payloads[0]) for each in found
-        )
+        payloads, first = [self.contributions[index].payloads[0] for index in factors], self.elements.start + part.start
+        sum_ = loops.weighted_sum
+        return bool(sum_(it.codec, payloads, it.num_elements, [*factors.values()], divisor, first, out[part]))
 
     def read_all(self) -> list[Tensor]:
         """The outer gradients of all contributions in this run."""

@@ -56,8 +56,7 @@ class HeLoCo(LinearMerge[Angles]):
     def measure(self, decoder: Decoder) -> Angles:
         if decoder.momentum is None:
             return Angles({}, {})
-        lengths = lengths_of(decoder, [each.elements for each in decoder.places], decoder.momentum)
-        norms = dict(enumerate(lengths))
+        norms = dict(enumerate(lengths_of(decoder, [each.elements for each in decoder.places], decoder.momentum)))
         corrected = {index: counting_at(decoder.contributions, index) for index, length in norms.items() if length}
         return Angles(norms, measure_tensors(decoder, corrected, decoder.momentum))
 

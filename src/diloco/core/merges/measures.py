@@ -67,9 +67,11 @@ def contribution_norms(decoder: Decoder) -> list[float]:
     def sums_of(pieces: list[tuple[slice, None]]) -> list[list[float]]:
         [(piece, _)] = pieces
         own, found = decoder.run_around(piece), []
+        whole = [index for index, gaps in enumerate(untrained) if not gaps]
+        squares = dict(zip(whole, own.squares(whole, piece) or (), strict=False))
         for index, gaps in enumerate(untrained):
-            if not gaps and (sums := own.squares(index, piece)) is not None:
-                found.append(sums)
+            if index in squares:
+                found.append(squares[index])
                 continue
             decoded = own.read(index)[own.within(piece)]
             for gap in gaps:
@@ -108,18 +110,20 @@ def measure_tensors(
     def sums_of(pieces: list[tuple[slice, int]]) -> list[tuple[Key, list[float], list[float]]]:
         own = decoder.run_around(slice(pieces[0][0].start, pieces[-1][0].stop))
         found: list[tuple[Key, list[float], list[float]]] = []
-        for index in sorted({index for _, tensor in pieces for index in learners[tensor]}):
-            decoded: Tensor | None = None
-            for piece, tensor in pieces:
-                if index not in learners[tensor]:
-                    continue
-                if momentum is None and (squares := own.squares(index, piece)) is not None:
-                    found.append(((tensor, index), squares, []))
-                    continue
-                decoded = own.read(index) if decoded is None else decoded
-                part = decoded[own.within(piece)]
-                along = [] if momentum is None else block_sums(part, momentum[piece])
-                found.append(((tensor, index), block_sums(part), along))
+        left = []
+        for piece, tensor in pieces:
+            squares = own.squares(learners[tensor], piece) if momentum is None else None
+            if squares is None:
+                left.append((piece, tensor))
+            else:
+                found += [((tensor, index), it, []) for index, it in zip(learners[tensor], squares, strict=True)]
+        for index in sorted({index for _, tensor in left for index in learners[tensor]}):
+            decoded = own.read(index)
+            for piece, tensor in left:
+                if index in learners[tensor]:
+                    part = decoded[own.within(piece)]
+                    along = [] if momentum is None else block_sums(part, momentum[piece])
+                    found.append(((tensor, index), block_sums(part), along))
         return found
 
     keys = [(tensor, index) for tensor in sorted(learners) for index in learners[tensor]]
