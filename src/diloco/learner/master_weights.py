@@ -219,4 +219,6 @@ class _AdoptionSamples:
 def _sample(tensor: Tensor) -> Tensor:
     """SAMPLED_ELEMENTS elements at even distances, fp32; of a smaller tensor some elements repeatedly."""
     places = torch.linspace(0, tensor.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).long().to(tensor.device)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[places].float()
     return tensor[torch.unravel_index(places, tensor.shape)].float()
