@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.compute import loops
 from diloco.compute.threads import ThreadMap
 from diloco.core import arithmetic
-from diloco.core.codecs import BF16, CODECS, E3M0, FP32, SEGMENT_ELEMENTS, Codec, Int4, Int8, TwoBit, compress
+from diloco.core.codecs import BF16, CODECS, E3M0, FP16, FP32, SEGMENT_ELEMENTS, Codec, Int4, Int8, TwoBit, compress
 from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.memory import flush_denormals
@@ -342,6 +342,24 @@ def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
             return out
 
         require_same(compute)
+
+
+@pytest.mark.parametrize("codec", [FP16(), TwoBit(), E3M0()], ids=lambda codec: codec.name)
+def test_learners_none_of_whom_trains_all(codec: Codec) -> None:
+    places = tensors(3 * SEGMENT_ELEMENTS + 5)
+    contributions = [
+        Encoded(str(i), (codec.encode((1 + 9 * i) * vector(3 * SEGMENT_ELEMENTS + 5, 1).clamp(-1, 1)),), 1.0,
+                tensors=frozenset({i, 2}))
+        for i in range(2)
+    ]  # fmt: skip
+
+    def merged(how: Merge) -> Tensor:
+        merge_into(out := torch.empty(3 * SEGMENT_ELEMENTS + 5), how, codec, contributions, places)
+        return out
+
+    for kind in MERGES:
+        require_same(lambda kind=kind: merged(kind()))
+    assert require_same(lambda: refused_by(NormOutliers(1.0), codec, contributions, places, 3 * SEGMENT_ELEMENTS + 5))
 
 
 @pytest.mark.parametrize("codec", LOOPED, ids=lambda codec: codec.name)

@@ -74,9 +74,10 @@ def _made(function: Callable[..., Any], signature: str, directory: Path | None) 
     except Exception as error:  # a damaged file of Numba's cache raises anything
         if directory is None:
             raise ImportError(f"the loop {function.__name__!r} cannot be compiled here ({error!r})") from error
-        text = "the loop %r cannot be taken from or kept in %s (%r), and is compiled anew; free space, or delete that."
+        made = _made(function, signature, None)
+        text = "the loop %r cannot be taken from or kept in %s (%r), and was compiled anew; free space, or delete that."
         log.warning(text, function.__name__, cache_directory(), error)
-        return _made(function, signature, None)
+        return made
 
 
 def _compiled(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:

@@ -190,8 +190,7 @@ def weighted_sum(
 
     Returns whether the blocks with these elements are valid; `out` is undefined otherwise.
     """
-    arrays = _addresses(payloads), num_elements, np.array(factors), _f32(divisor), first, out.numpy()
-    return bool(_summing(codec)(*arrays))
+    return bool(_summing(codec)(_addresses(payloads), num_elements, np.array(factors), divisor, first, out.numpy()))
 
 
 def _addresses(payloads: Sequence[Tensor]) -> Any:

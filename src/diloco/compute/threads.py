@@ -81,7 +81,7 @@ def _single_core_threads(num_threads: int) -> ThreadPoolExecutor:
         for _ in range(num_threads):
             pool.submit(lambda: None)
         started.wait()
-    except RuntimeError:
+    except BaseException:
         started.abort()  # those that were started wait there
         pool.shutdown()
         raise

@@ -354,7 +354,7 @@ class Digest:
 
     Holders of one version of a fragment compare digests; ranks that hold shards compute it from the digests of their
     segments. The bytes are hashed in place, with the interpreter lock released; BLAKE3 is about twice as fast as
-    SHA-256 with the processor's instructions for it.
+    SHA-256, even where the processor has instructions for SHA-256.
     """
 
     def __init__(self) -> None:

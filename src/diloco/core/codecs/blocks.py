@@ -123,10 +123,6 @@ class ScaledBlocks(Codec):
         else:
             refuse_nonfinite(loops.encode(self, x, out))
 
-    def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := arithmetic.reading(self, payload)) is None or not loops.decode(self, payload, out):
-            super()._decode(payload, out, scratch)  # raises in the second case
-
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Few rows at a time, so that their scratch stays in cache; scales, being small, are read for more at once."""
         step = _CPU_CACHED_SEGMENTS if rows.device.type == "cpu" else len(rows)

@@ -158,6 +158,8 @@ class Codec(ABC):
 
     def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
         """`decode`, once its arguments are checked."""
+        if (loops := arithmetic.reading(self, payload)) is not None and loops.decode(self, payload, out):
+            return  # otherwise what follows decodes or raises
         for elements, payload_bytes, rows in self._groups(out.numel(), out.device):
             self.decode_rows(payload[payload_bytes].view(rows, -1), out[elements].view(rows, -1), scratch)
 
@@ -197,16 +199,16 @@ def compress(
         raise ConfigError(
             f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
         )
-    total = new_like(x) if left is None else left
-    if residual is None:
-        total.copy_(x.detach())
-    else:
+    left = new_like(x) if left is None else left
+    _require(left, torch.float32, x.numel(), "new residual of compress")
+    total = x.detach()
+    if residual is not None:
         _require(residual, torch.float32, x.numel(), "residual of compress")
-        torch.add(x.detach(), residual if decay == 1 else residual * decay, out=total)
+        total = torch.add(total, residual if decay == 1 else residual * decay, out=left)
     payload = codec.encode(total, out)
     if codec.lossless:
-        return payload, total.zero_()
-    return payload, total.sub_(codec.decode(payload, total.numel()))
+        return payload, left.zero_()
+    return payload, torch.sub(total, codec.decode(payload, total.numel()), out=left)
 
 
 def whole_and_rest(num_elements: int, size: int) -> list[slice]:

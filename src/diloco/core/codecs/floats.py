@@ -30,10 +30,6 @@ class Cast(Codec):
         if (loops := arithmetic.reading(self, out)) is None or loops.encode_cast(self, x, out) >= self.too_large:
             super()._encode(x, out, scratch)  # raises in the second case
 
-    def _decode(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        if (loops := arithmetic.reading(self, payload)) is None or not loops.decode(self, payload, out):
-            super()._decode(payload, out, scratch)  # raises in the second case
-
     @abstractmethod
     def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
         """The largest bits, without signs, of the cast values."""

@@ -3,7 +3,7 @@ checked once, then decoded run by run of whole segments, into reused scratch."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -104,7 +104,7 @@ class Decoder:
         device: of the payloads and of all computation.
 
     Raises:
-        ConfigError: no contribution has a weight.
+        ConfigError: no contribution has a weight, or the momentum another length.
         CorruptPayloadError: a payload of the wrong size; names the learner.
     """
 
@@ -119,6 +119,8 @@ class Decoder:
     ) -> None:
         if not any(each.weight for each in contributions):
             raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
+        if momentum is not None and momentum.shape != (num_elements,):
+            raise ConfigError(f"the momentum has shape {tuple(momentum.shape)}; it must have {num_elements} elements.")
         _check_sizes(codec, contributions, num_elements)
         self.contributions = contributions
         self.places = places
@@ -189,15 +191,15 @@ class Run:
         """The place of these elements of the vector in the run."""
         return slice(elements.start - self.elements.start, elements.stop - self.elements.start)
 
-    def squares(self, indices: Collection[int], elements: slice) -> list[list[float]] | None:
-        """Σ x² of each block of these elements of some contributions (`measures.block_sums`) by compiled loops; None:
-        they cannot."""
-        it = self._decoder
-        if (loops := arithmetic.loops()) is None or not it.looped.issuperset(indices):
-            return None
-        payloads = [self.contributions[index].payloads[0] for index in indices]
+    def squares(self, indices: Iterable[int], elements: slice) -> dict[int, list[float]]:
+        """Σ x² of each block of these elements (`measures.block_sums`), of those of some contributions for which
+        compiled loops can tell it."""
+        it, looped = self._decoder, [index for index in indices if index in self._decoder.looped]
+        if (loops := arithmetic.loops()) is None or not looped:
+            return {}
+        payloads = [self.contributions[index].payloads[0] for index in looped]
         squares = loops.decoded_squares(it.codec, payloads, it.num_elements, elements.start, elements.stop)
-        return None if squares is None else [*squares]
+        return {} if squares is None else dict(zip(looped, squares, strict=True))
 
     def weighted_sum(self, factors: Mapping[int, float], divisor: float, part: slice, out: Tensor) -> bool:
         """Write Σ factor·(contribution) / divisor to a part of `out` (fp32, the run) by compiled loops. False: they

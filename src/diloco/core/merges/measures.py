@@ -67,8 +67,7 @@ def contribution_norms(decoder: Decoder) -> list[float]:
     def sums_of(pieces: list[tuple[slice, None]]) -> list[list[float]]:
         [(piece, _)] = pieces
         own, found = decoder.run_around(piece), []
-        whole = [index for index, gaps in enumerate(untrained) if not gaps]
-        squares = dict(zip(whole, own.squares(whole, piece) or (), strict=False))
+        squares = own.squares([index for index, gaps in enumerate(untrained) if not gaps], piece)
         for index, gaps in enumerate(untrained):
             if index in squares:
                 found.append(squares[index])
@@ -110,17 +109,15 @@ def measure_tensors(
     def sums_of(pieces: list[tuple[slice, int]]) -> list[tuple[Key, list[float], list[float]]]:
         own = decoder.run_around(slice(pieces[0][0].start, pieces[-1][0].stop))
         found: list[tuple[Key, list[float], list[float]]] = []
-        left = []
+        left = list[tuple[slice, int, set[int]]]()
         for piece, tensor in pieces:
-            squares = own.squares(learners[tensor], piece) if momentum is None else None
-            if squares is None:
-                left.append((piece, tensor))
-            else:
-                found += [((tensor, index), it, []) for index, it in zip(learners[tensor], squares, strict=True)]
-        for index in sorted({index for _, tensor in left for index in learners[tensor]}):
+            squares = own.squares(learners[tensor], piece) if momentum is None else {}
+            found += [((tensor, index), sums, []) for index, sums in squares.items()]
+            left.append((piece, tensor, {*learners[tensor]} - squares.keys()))
+        for index in sorted({index for _, _, indices in left for index in indices}):
             decoded = own.read(index)
-            for piece, tensor in left:
-                if index in learners[tensor]:
+            for piece, tensor, indices in left:
+                if index in indices:
                     part = decoded[own.within(piece)]
                     along = [] if momentum is None else block_sums(part, momentum[piece])
                     found.append(((tensor, index), block_sums(part), along))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.compute.threads import ThreadMap, num_cores
@@ -231,7 +231,7 @@ class Receiver:
         is_shard = shards is not None and not request.static
         lineage, verdicts, update = value_of(Lineage, header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
-            if header.url and hashlib.sha256(buffer).hexdigest() != header.digest:
+            if header.url and blake3(buffer).hexdigest() != header.digest:
                 raise CorruptPayloadError("the static tensors are not those of the run.")
             return FetchResult(lineage, update, verdicts, None, tensors_of(buffer, "the static tensors"))
         fragment = self._layout.fragments[request.fragment]
