@@ -87,6 +87,7 @@ TEXTS: dict[Name, str] = {
     ("docs/wallclock.md", "computing"): "a formula: tests/planning/test_wallclock.py",
     ("docs/watch.md", "2026-11-24T09:12:00Z"): A_RUN + "its form: tests/syncer/test_log.py",
     ("docs/watch.md", "2026-11-24T09:12:03Z"): A_RUN + "its form: tests/syncer/test_log.py",
+    ("docs/wire-formats.md", "BLAKE3( BLAKE3("): "a format: tests/core/test_fragments.py",
     ("docs/wire-formats.md", "[scale"): "a format: tests/core/test_codecs.py",
     ("docs/wire-formats.md", "scale ="): "a format: tests/core/test_codecs.py",
     ("docs/wire-formats.md", "[codebook: 4"): "a format: tests/core/test_codecs.py",
