@@ -58,10 +58,10 @@ def loop(signature: str, of: str = "") -> Callable[[Callable[..., Any]], Callabl
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        began_s, cache = time.monotonic(), cache_directory()
-        made = _made(function, signature, cache and cache / of.replace(":", "-"))
+        began_s, directory = time.monotonic(), cache_directory()
+        made = _made(function, signature, directory and directory / of.replace(":", "-"))
         if (took_s := time.monotonic() - began_s) > _SLOW_S:
-            kept = f"kept in {cache}" if cache else "not kept, for want of a cache directory"
+            kept = f"kept in {directory}" if directory else "not kept, for want of a cache directory"
             log.info("compiled the loop %r for this processor in %.1f s; it is %s.", function.__name__, took_s, kept)
         return made
 

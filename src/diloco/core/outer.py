@@ -238,8 +238,8 @@ def _descend(params: Tensor, update: Tensor) -> Tensor:
 
 
 def require_fit(outer: Outer, state: Mapping[str, Tensor], **vectors: Tensor | None) -> None:
-    """Refuse vectors of different lengths, which would be broadcast or overrun, others than contiguous fp32, and the
-    state of another optimizer. Raises LayoutError."""
+    """Raise LayoutError unless all vectors are contiguous fp32 of one length and `state` belongs to this optimizer: torch
+    would broadcast a vector of another length, and compiled loops would write past its end."""
     names = outer.init(0).keys()
     if state.keys() != names:
         raise LayoutError(f"the state of {outer} holds {sorted(names)}, not {sorted(state)}.")
