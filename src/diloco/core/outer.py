@@ -238,7 +238,7 @@ def _descend(params: Tensor, update: Tensor) -> Tensor:
 
 
 def require_fit(outer: Outer, state: Mapping[str, Tensor], **vectors: Tensor | None) -> None:
-    """Raise LayoutError unless all vectors are contiguous fp32 of one length and `state` belongs to this optimizer: torch
+    """Raise LayoutError unless all vectors are contiguous fp32 of one length and `state` is of this optimizer: torch
     would broadcast a vector of another length, and compiled loops would write past its end."""
     names = outer.init(0).keys()
     if state.keys() != names:

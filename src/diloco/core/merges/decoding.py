@@ -192,8 +192,8 @@ class Run:
         return slice(elements.start - self.elements.start, elements.stop - self.elements.start)
 
     def squares(self, indices: Iterable[int], elements: slice) -> dict[int, list[float]]:
-        """Σ x² of each block of these elements (`measures.block_sums`), for each contribution of `indices` that compiled
-        loops can read."""
+        """Σ x² of each block of these elements (`measures.block_sums`), for each contribution of `indices` that
+        compiled loops can read."""
         it, looped = self._decoder, [index for index in indices if index in self._decoder.looped]
         if (loops := arithmetic.loops()) is None or not looped:
             return {}
