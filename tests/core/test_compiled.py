@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.compute import loops
 from diloco.compute.threads import ThreadMap
 from diloco.core import arithmetic
+from diloco.core.adopt import Adopt, KeepDisplacement, Mix, Replace
 from diloco.core.codecs import BF16, CODECS, E3M0, FP16, FP32, SEGMENT_ELEMENTS, Codec, Int4, Int8, TwoBit, compress
 from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import Placement, TensorSpec
@@ -218,6 +219,32 @@ def test_outer_steps(outer: Outer, num_elements: int, seed: int) -> None:
 def test_denormals_are_flushed(num_elements: int, seed: int, finite: bool) -> None:
     x = vector(num_elements, seed, finite=finite)
     require_same(lambda: flush_denormals(x.clone()))
+
+
+@pytest.mark.parametrize("rule", [Mix(0.3), Mix(1.0), Mix(0.0), KeepDisplacement(), Replace()], ids=str)
+@given(num_elements=lengths, seed=seeds, of_itself=st.booleans())
+@settings(max_examples=25)
+def test_adoptions(rule: Adopt, num_elements: int, seed: int, of_itself: bool) -> None:
+    local, theta, origin = (vector(num_elements, seed + i) for i in range(3))
+
+    def adopted() -> Tensor:
+        own = local.clone()
+        rule.adopt_into(own, theta, None if of_itself else origin)
+        return own
+
+    assert require_same(adopted) == bits(rule.adopt(local, theta, local if of_itself else origin))
+
+
+def test_adoptions_are_computed_by_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    arithmetic.choose("compiled")
+    computed = []
+    monkeypatch.setattr(loops, "adopt", lambda rule, *_: computed.append(rule))
+    x = torch.ones(64, 3)
+    for rule in (Mix(0.5), KeepDisplacement()):
+        rule.adopt_into(x.clone(), x)
+        rule.adopt_into(x.bfloat16(), x)
+        rule.adopt_into(x.t().clone(memory_format=torch.preserve_format), x.t())
+    assert computed == [Mix(0.5), KeepDisplacement()]
 
 
 # --- merges -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Compiled loops over fp32 vectors: sums of products, outer steps, denormals."""
+"""Compiled loops over fp32 vectors: sums of products, outer steps, adoptions, denormals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.compute.compiling import inlined, loop
+from diloco.core.adopt import Adopt
 from diloco.core.merges.measures import BLOCK_ELEMENTS
 from diloco.core.outer import Outer
 
@@ -161,6 +162,32 @@ def _lander(kind: type[Outer]) -> Callable[..., None]:
                 bits[i] = moved[i]
 
     return lands
+
+
+# --- adoptions: by a rule with a formula ------------------------------------------------------------------------------
+
+
+def adopt(rule: Adopt, constants: tuple[float, float], own: Tensor, theta: Tensor, origin: Tensor) -> None:
+    """`Adopt.adopt` of `own` and the global values `theta`, into `own`, which may be `origin`."""
+    _adopter(type(rule))(*map(_f32, constants), *(each.numpy() for each in (own, theta, origin)))
+
+
+@cache
+def _adopter(kind: type[Adopt]) -> Callable[..., None]:
+    formula = inlined(kind.formula)
+
+    @loop("void(float32, float32, float32[::1], float32[::1], float32[::1])", kind.__name__)
+    def adopts(a: Any, b: Any, own: Any, theta: Any, origin: Any) -> None:
+        adopted = np.empty(_CHUNK, _f32)
+        for first in range(0, len(own), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            new, whole, before = own[part], theta[part], origin[part]
+            for i in range(len(new)):
+                adopted[i] = formula(a, b, new[i], whole[i], before[i])
+            for i in range(len(new)):
+                new[i] = adopted[i]
+
+    return adopts
 
 
 # --- denormals --------------------------------------------------------------------------------------------------------

@@ -11,11 +11,14 @@ gradient is measured from Θ, before mixing: the anchor becomes Θ under every r
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from diloco.core import arithmetic
 from diloco.core.choices import UP_TO_1, Choice, Registry, checked
+from diloco.core.memory import blocks
 
 
 class Adopt(Choice):
@@ -23,6 +26,14 @@ class Adopt(Choice):
 
     needs_origin: ClassVar[bool] = False
     """Whether `adopt` needs `origin`, the parameters as they were when they were last sent or adopted."""
+    formula: ClassVar[Any] = None
+    """The rule for one element, for compiled loops: from two constants, local, global and origin, all `numpy.float32`,
+    to the new parameter."""
+
+    @property
+    def constants(self) -> tuple[float, float] | None:
+        """The first two arguments of `formula`; None: this rule is not computed by it."""
+        return None
 
     @property
     @abstractmethod
@@ -40,6 +51,19 @@ class Adopt(Choice):
         `origin`: the parameters when they were last sent; if nothing was sent since the last adoption, the value then
         adopted. No argument is written to, and the result may be one of them: copy it before changing it.
         """
+
+    def adopt_into(self, own: Tensor, global_: Tensor, origin: Tensor | None = None) -> None:
+        """`adopt` of `own`, in its dtype and memory, block by block. No `origin`: `own` itself."""
+        origin = own if origin is None else origin
+        if own.is_contiguous():  # the blocks of other tensors are whole rows
+            own, global_, origin = (each.view(-1) for each in (own, global_, origin))
+            is_fp32 = own.device.type == "cpu" and own.dtype == origin.dtype == torch.float32
+            if is_fp32 and self.constants and (loops := arithmetic.loops()) is not None:
+                loops.adopt(self, self.constants, own, global_, origin)
+                return
+        for part in blocks(own):
+            mine = own[part]
+            mine.copy_(self.adopt(mine.float(), global_[part], origin[part].float()))
 
 
 @dataclass(frozen=True)
@@ -66,6 +90,14 @@ class Mix(Adopt):
 
     alpha: float = checked(UP_TO_1)
 
+    @staticmethod
+    def formula(alpha: Any, beta: Any, local: Any, global_: Any, _origin: Any) -> Any:
+        return alpha * local + beta * global_
+
+    @property
+    def constants(self) -> tuple[float, float] | None:
+        return (self.alpha, 1 - self.alpha) if 0 < self.alpha < 1 else None
+
     @property
     def keeps_pending(self) -> bool:
         return self.alpha > 0
@@ -88,6 +120,11 @@ class KeepDisplacement(Adopt):
     """
 
     needs_origin: ClassVar[bool] = True
+    constants: ClassVar[tuple[float, float]] = (0.0, 0.0)
+
+    @staticmethod
+    def formula(_a: Any, _b: Any, local: Any, global_: Any, origin: Any) -> Any:
+        return local - origin + global_
 
     @property
     def keeps_pending(self) -> bool:

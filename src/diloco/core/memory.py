@@ -1,4 +1,4 @@
-"""Long tensors: host memory that is returned to the system (`buffers`), and elementwise work block by block.
+"""Long tensors: host memory that is used again (`buffers`), and elementwise work block by block.
 
 The temporary of a block stays in the processor's cache, and its memory is reused for the next block. A temporary as
 long as a fragment is written to memory and read back, and the system maps its pages one by one, which costs several

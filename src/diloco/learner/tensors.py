@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from diloco.core.adopt import Adopt, Eager
 from diloco.core.fragments import Experts, Layout
 from diloco.core.layout import TensorSpec
-from diloco.core.memory import blocks
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import CheckpointError, ConfigError
@@ -137,7 +136,7 @@ class LearnerTensors:
             ):  # Θ + (θ − θ_sent) may leave an averaged tensor's range
                 own.copy_(value)
             else:
-                _adopt_into(own, how, value.to(own.device), origins.get(name))
+                how.adopt_into(own, value.to(own.device), origins.get(name))
 
     def set_anchor(self, fragment: int, theta: Tensor) -> None:
         """Measure the fragment's next outer gradients from `theta`, a version that the learner has adopted."""
@@ -236,16 +235,6 @@ def _like(name: str, own: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )
-
-
-def _adopt_into(own: Tensor, how: Adopt, value: Tensor, origin: Tensor | None) -> None:
-    """Set a parameter to `how` of itself and the global `value`, block by block. No `origin`: the parameter itself."""
-    origin = own if origin is None else origin
-    if own.is_contiguous():  # the blocks of other tensors are whole rows
-        own, value, origin = own.view(-1), value.view(-1), origin.view(-1)
-    for part in blocks(own):
-        mine = own[part]
-        mine.copy_(how.adopt(mine.float(), value[part], origin[part].float()))
 
 
 def _aliases(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
