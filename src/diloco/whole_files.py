@@ -40,8 +40,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         remove_leftovers(path.parent, glob.escape(path.name))
     try:
         yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -54,7 +53,12 @@ def free_path(named: Callable[[int], Path]) -> Path:
 
 def sync_directory(directory: Path) -> None:
     """Make renames and new names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    sync_file(directory, os.O_DIRECTORY)
+
+
+def sync_file(path: Path, flags: int = 0) -> None:
+    """Make a file's content durable."""
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:

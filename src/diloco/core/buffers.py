@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
 import weakref
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -15,7 +14,6 @@ MOST_KEPT = 6
 the system takes as long to find and clear pages for them as their arithmetic takes."""
 
 _kept: list[mmap.mmap] = []  # in the order of their release
-_taking = threading.Lock()
 
 
 def new_buffer(num_bytes: int) -> memoryview:
@@ -37,18 +35,20 @@ def is_small(num_bytes: int) -> bool:
     return num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
+# Lists are their own locks here: the collector may release a block anywhere, also while this thread takes one.
+
+
 def _take(num_bytes: int) -> mmap.mmap | None:
-    with _taking:
-        for block in reversed(_kept):
-            if num_bytes <= len(block) <= num_bytes + num_bytes // 8:
-                with contextlib.suppress(ValueError):  # it was dropped just now
-                    _kept.remove(block)
+    for block in _kept[::-1]:
+        if num_bytes <= len(block) <= num_bytes + num_bytes // 8:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _kept.remove(block)
                 return block
-        _kept.clear()
+    _kept.clear()
     return None
 
 
-def _release(block: mmap.mmap) -> None:  # without a lock: the collector may call it anywhere
+def _release(block: mmap.mmap) -> None:
     _kept.append(block)
     del _kept[:-MOST_KEPT]
 

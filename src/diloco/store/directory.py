@@ -26,7 +26,8 @@ from diloco.core.buffers import new_buffer
 from diloco.errors import MissingObjectError, StoreError, SwapRefusedError, first_line
 from diloco.protocol.manifest import MOST_BYTES, is_object_name
 from diloco.run.objects import Found
-from diloco.whole_files import sync_directory
+from diloco.store.writing import write_parts
+from diloco.whole_files import sync_directory, sync_file
 
 MANIFEST, OBJECTS, SET_ASIDE, LOCK = "manifest.json", "objects", "set-aside", "store.lock"
 
@@ -102,11 +103,10 @@ class Directory(AbstractContextManager["Directory"]):
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{threading.get_ident()}")
         with self._mapped(f"written ({OBJECTS}/{name})"):
             try:
-                with self._new_file(temporary) as file:
-                    file.writelines(parts)
-                    self._at("written")
-                    file.flush()
-                    os.fsync(file.fileno())
+                self._make(temporary)
+                write_parts(temporary, parts)
+                self._at("written")
+                sync_file(temporary)
                 self._at("synced")
                 temporary.replace(path)
             finally:
@@ -115,12 +115,12 @@ class Directory(AbstractContextManager["Directory"]):
                 self._unsynced.add(path.parent)
         self._at("renamed")
 
-    def _new_file(self, path: Path) -> IO[bytes]:
-        with self._making:
+    def _make(self, path: Path) -> None:
+        with self._making:  # `delete` removes empty directories
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._unsynced.add(self._objects)
-            return path.open("wb")
+            path.touch()
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
         """As `Objects.get`, in memory of its own; fewer bytes where the object ends before `stop`."""
