@@ -18,8 +18,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from diloco.core.codecs.formats import wire_format
 from diloco.planning.settings import Setting
 from diloco.planning.workload import PUBLISHED
@@ -103,6 +101,8 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
 
 
 def _base(num_parameters: float, num_learners: int) -> PenaltyTerm:
+    import numpy as np
+
     what = f"{num_learners} learner{'s' * (num_learners > 1)} at H = {BASE_EVERY}"
     sizes = sorted(LOSSES)
     if num_learners > LEARNERS[-1]:
