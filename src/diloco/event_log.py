@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from diloco.closing import Closing
 from diloco.errors import StoreError, translated
 from diloco.events import Event, Gap, event_types
 from diloco.whole_files import free_path
@@ -36,7 +36,7 @@ _READER: TypeAdapter[Event] = TypeAdapter(cast("Any", Annotated)[_KINDS, Field(d
 E = TypeVar("E", bound=Event)
 
 
-class EventLog:
+class EventLog(Closing):
     """Appends events to a file, one line each, passed to the operating system before `append` returns. Thread-safe.
 
     A disk error never stops the caller: lost events are counted, logged once, and recorded by a `Gap` when the disk
@@ -123,14 +123,6 @@ class EventLog:
         if self._gap:
             log.error("the last %d events are missing from %s", self._gap, self.path)
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_events(path: str | Path) -> list[Event]:

@@ -4,7 +4,7 @@ Each process of a run appends to its own file: one JSON object per line, with `t
 `who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,11 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field
 RECENT_MERGES = 40
 """Number of merges over which a learner's share of the merges is counted."""
 
+SPEED_S = 60.0
+"""The window over which tokens per second are measured."""
 
-class Event(BaseModel):
-    """Base class with the common fields; the log fills in `t` and `who` if they are missing."""
+
+class EventValue(BaseModel):
+    """Base class of values that are part of the schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Event(EventValue):
+    """Base class with the common fields; the log fills in `t` and `who` if they are missing."""
 
     t: float = 0.0
     kind: str = ""
@@ -227,10 +234,8 @@ class Evicted(Event, kind="evicted"):
     reason: str  # a few words
 
 
-class LearnerProgress(BaseModel):
+class LearnerProgress(EventValue):
     """A member of the run at one time."""
-
-    model_config = Event.model_config
 
     incarnation: int
     state: str  # "healthy", "waiting" (for an answer), "starting", "finishing", "drained", or "lost": not connected
@@ -248,10 +253,8 @@ class LearnerProgress(BaseModel):
         return fragment >= len(self.versions) or self.versions[fragment] >= 0
 
 
-class WorkerProgress(BaseModel):
+class WorkerProgress(EventValue):
     """A worker of reinforcement learning at one time; its numbers are since the syncer started."""
-
-    model_config = Event.model_config
 
     role: str  # "rollout", "reward" or "trainer"
     name: str
@@ -263,10 +266,8 @@ class WorkerProgress(BaseModel):
     versions: tuple[int, ...] = ()  # that its newest group was made with
 
 
-class GroupsProgress(BaseModel):
+class GroupsProgress(EventValue):
     """Groups of reinforcement learning at one time: acknowledged = waiting + leased + those that have ended."""
-
-    model_config = Event.model_config
 
     acknowledged: int
     waiting: int
@@ -465,3 +466,12 @@ class CopyRefused(Event, kind="copy_refused"):
 def event_types() -> dict[str, type[Event]]:
     """The event classes by `kind`."""
     return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}
+
+
+def speed(lately: deque[tuple[float, int]], t: float, tokens: int) -> float | None:
+    """Tokens per second over the last `SPEED_S`; None: not known yet. `lately`: what earlier calls were given."""
+    lately.append((t, tokens))
+    while len(lately) > 2 and t - lately[1][0] >= SPEED_S:
+        lately.popleft()
+    first, before = lately[0]
+    return max(0.0, (tokens - before) / (t - first)) if t > first else None

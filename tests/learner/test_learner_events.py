@@ -27,7 +27,6 @@ from diloco.exchange.base import (
     Rejoined,
     Report,
     StartingState,
-    required_method,
 )
 from diloco.learner.state_dict import _arrived_in, _arrived_out
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejection
@@ -49,9 +48,6 @@ class Script(Exchange):
         self.reports: list[Report] = []
         self.on_wait: Callable[[], None] | None = None
         self._step, self._version = step, version
-
-    def method(self, given: Method | None) -> Method:
-        return required_method(given)
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None

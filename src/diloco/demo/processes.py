@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
 
+from diloco.closing import Closing
 from diloco.errors import RunError
 
 IMPORTS = (
@@ -67,7 +67,7 @@ class Child:
 
 
 @dataclass
-class DemoProcesses:
+class DemoProcesses(Closing):
     """All processes of one demo. Leaving the context ends them; they also end if the demo is killed.
 
     Each has its own session, so that Ctrl-C in the terminal reaches only the demo.
@@ -151,10 +151,8 @@ class DemoProcesses:
         """Standard output of a process since its last start."""
         return (self.directory / "logs" / f"{name}.out").read_text(encoding="utf-8")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End all processes."""
         for child in self.children.values():
             child.process.kill()
         for child in self.children.values():

@@ -205,13 +205,17 @@ class Exchange(ABC):
             raise ConfigError("this exchange belongs to another Learner already; make a new one for every learner.")
         self._is_taken, self.trained, self.held, self.has_whole = True, trained, held, has_whole
 
-    @abstractmethod
     def method(self, given: Method | None) -> Method:
-        """The run's method.
+        """The run's method: the given one, unless the run has its own.
 
         Raises:
             ConfigError: none was given and the run has none, or the two differ (names the difference).
         """
+        if given is None:
+            raise ConfigError(
+                "no method was given and this exchange has none; pass method=diloco.DiLoCo(…) to Learner."
+            )
+        return given
 
     def deal(self, method: Method, size: int) -> tuple[int, ...]:
         """Ask the syncer, before the model is built, which groups of experts a learner is to hold that holds so many.
@@ -399,10 +403,3 @@ def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:
         f"the checkpoint is of rank {saved[0]} of {saved[1]} of its learner, and this is rank {here[0]} of {here[1]}; "
         "give every rank its own, as many as before."
     )
-
-
-def required_method(given: Method | None) -> Method:
-    """The given method, for exchanges whose run has no method of its own. Raises ConfigError: none was given."""
-    if given is None:
-        raise ConfigError("no method was given and this exchange has none; pass method=diloco.DiLoCo(…) to Learner.")
-    return given

@@ -17,7 +17,7 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, Event, Exchange, FlatModel, Overview, Rejoined, StartingState, required_method
+from diloco.exchange.base import Arrived, Event, Exchange, FlatModel, Overview, Rejoined, StartingState
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun
@@ -104,7 +104,7 @@ def run_virtual(fn: Callable[[int, Local], T], run: VirtualRun) -> list[T | Lost
 
 def _run_learner(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
     """Run a learner from its start, and again each time that it starts after a kill."""
-    begin: Callable[[], None] = partial(run.time.wait_for_start, index)
+    begin: Callable[[], None] = partial(run.time.take_turn, index)
     while True:
         try:
             begin()
@@ -174,9 +174,6 @@ class Local(Exchange):
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
-    def method(self, given: Method | None) -> Method:
-        return required_method(given)
-
     def deal(self, method: Method, size: int) -> tuple[int, ...]:
         return self._run.syncer_of(self._name, method).driver.deal(self._name, size)
 
@@ -233,7 +230,8 @@ class Local(Exchange):
         match news:
             case TellStart() as start:
                 self._inbox.clear()
-                opened = self._opened_by(start)
+                client = self._joined
+                opened = StartingState.of(start, client.held, load(client.static) if client.static else {})
                 if start.reason is None:
                     self._opened = opened
                 else:
@@ -243,11 +241,6 @@ class Local(Exchange):
             case Arrived() | CallForWork() | Rejection() | Grant() | Drained() | Hold() | Settled():
                 self._inbox.append(news)
         self._run.time.notified.add(self._index)
-
-    def _opened_by(self, start: TellStart) -> StartingState:
-        client = self._joined
-        static = load(client.static) if client.static else {}
-        return StartingState.of(start, client.held, static)
 
     @property
     def _joined(self) -> SessionClient:

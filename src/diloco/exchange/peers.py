@@ -14,7 +14,7 @@ from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError
-from diloco.exchange.base import Event, Exchange, required_method
+from diloco.exchange.base import Event, Exchange
 from diloco.protocol.contribution import Contribution
 from diloco.run.tensor_jobs import encoded_of
 
@@ -27,9 +27,6 @@ class PeerExchange(Exchange):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
         self._offers: deque[Future[Any]] = deque()
         self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
-
-    def method(self, given: Method | None) -> Method:
-        return required_method(given)
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []

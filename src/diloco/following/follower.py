@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
+from diloco.closing import Closing
 from diloco.core.global_fragment import GlobalFragment, apply_update
 from diloco.core.layout import Layout, named_tensors
 from diloco.errors import ConfigError, LineageError, NotInitialisedError, StoppedError, VersionError
@@ -78,7 +79,7 @@ class FollowedModel:
         return named_tensors(self.layout, self.thetas) | self.static
 
 
-class Follower:
+class Follower(Closing, Iterator[FollowedModel]):
     """An iterator over versions of a run's global model; a context manager. See `follow`.
 
     Arguments:
@@ -101,9 +102,6 @@ class Follower:
         self._is_over = False  # no version follows the one that was shown last
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-
-    def __iter__(self) -> Iterator[FollowedModel]:
-        return self
 
     def __next__(self) -> FollowedModel:
         """The next version, the newest one at this moment.
@@ -232,12 +230,6 @@ class Follower:
         """End the iteration, from any thread. Idempotent."""
         self.closing.set()
         self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _num_newer(manifest: Manifest, than: Manifest) -> int:

@@ -21,7 +21,7 @@ from diloco.exchange.base import Exchange, FlatModel
 from diloco.learner.frozen import FrozenState, exchanged_tensors
 from diloco.learner.pieces import Units
 from diloco.learner.roles import ModelDescription
-from diloco.protocol.units import numbers, ranges_of
+from diloco.protocol.units import numbers, units_of
 from diloco.tables import number_ranges
 
 
@@ -76,7 +76,7 @@ class HeldExperts:
     @property
     def text(self) -> str:
         """As `Learner(holds_experts=…)` takes it."""
-        return f"{numbers(ranges_of((each, each + 1) for each in self.experts))} of {self.num_experts}"
+        return f"{numbers(units_of(self.experts))} of {self.num_experts}"
 
     def described(self, part: ModelDescription, method: Method) -> ModelDescription:
         """The description of the run's model, given that of the model that has these experts only.

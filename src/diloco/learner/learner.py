@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from diloco.closing import Closing
 from diloco.core.choices import positive
 from diloco.core.method import Method
 from diloco.errors import ConfigError, translated
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 
-class Learner:
+class Learner(Closing):
     """One learner of a run: trains models in this process and exchanges outer gradients with the other learners.
 
     Call `step` after every step of the optimizer. With a method that exchanges gradients (`DataParallel`) the exchange
@@ -604,12 +605,6 @@ class Learner:
             for hook in self._hooks:
                 hook.remove()
             self._driver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _begin_together(self, call: Call) -> None:
         """Begin a call that all ranks of this learner make, with the learner's own parameters, sharded."""

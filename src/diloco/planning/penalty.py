@@ -14,9 +14,8 @@ None, with the reason.
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diloco.core.codecs.formats import wire_format
@@ -102,6 +101,8 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
 
 
 def _base(num_parameters: float, num_learners: int) -> PenaltyTerm:
+    import numpy as np
+
     what = f"{num_learners} learner{'s' * (num_learners > 1)} at H = {BASE_EVERY}"
     sizes = sorted(LOSSES)
     if num_learners > LEARNERS[-1]:
@@ -113,8 +114,8 @@ def _base(num_parameters: float, num_learners: int) -> PenaltyTerm:
     for size in sizes:
         reference, *losses = LOSSES[size]
         percents = [100 * (loss / reference - 1) for loss in losses]
-        by_size.append(_between(octaves, percents, math.log2(num_learners)))
-    percent = _between(list(map(math.log, sizes)), by_size, math.log(num_parameters))
+        by_size.append(float(np.interp(math.log2(num_learners), octaves, percents)))
+    percent = float(np.interp(math.log(num_parameters), list(map(math.log, sizes)), by_size))
     source = "arXiv 2503.09799"
     if num_parameters < sizes[1]:
         source = f"between study learners ({sizes[0] / 1e3:.0f}k parameters) and arXiv 2503.09799 (35M)"
@@ -148,14 +149,3 @@ def _codec(setting: Setting) -> Iterator[PenaltyTerm]:
             yield PenaltyTerm(name, None, f"4 bits a value were measured, not {bits:.3g} (arXiv 2501.18512)")
         elif bits < 16:
             yield PenaltyTerm(name, 0.0, "arXiv 2501.18512")
-
-
-def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Interpolate linearly between the places; constant outside."""
-    if at <= places[0]:
-        return values[0]
-    if at >= places[-1]:
-        return values[-1]
-    right = bisect.bisect_right(places, at)
-    share = (at - places[right - 1]) / (places[right] - places[right - 1])
-    return values[right - 1] + share * (values[right] - values[right - 1])

@@ -24,15 +24,13 @@ from diloco.planning.network import Network, Transfer
 from diloco.protocol.actions import Action, MergeRound, Publish, Tell, WakeAt
 from diloco.protocol.contribution import NOTHING, Contribution
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import Deadlines, Report
+from diloco.protocol.members import NO_DEADLINES, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.report.drawing import Kind, Span
 
 REPORT_EVERY_S = 0.05
 """Least time between two reports of steps by a learner whose rounds are called."""
-
-NO_DEADLINES = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
 
 
 @dataclass

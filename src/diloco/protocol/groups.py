@@ -39,8 +39,8 @@ from typing import Any
 
 from diloco.errors import ConfigError, NoRoomError, PayloadError, StaleIncarnationError
 from diloco.protocol.leases import GroupRules, Leases
-from diloco.protocol.units import Ranges, common, count, minus, numbers_of, ranges_of, split, union
-from diloco.protocol.workers import Key, Score, Work, Workers, units_of
+from diloco.protocol.units import Ranges, common, count, minus, numbers_of, ranges_of, split, union, units_of
+from diloco.protocol.workers import Key, Score, Work, Workers
 
 
 @dataclass(frozen=True)

@@ -284,16 +284,12 @@ class Leases:
 
     def _take(self, num: int) -> Ranges:
         """Take the lowest free units."""
-        back, self.returned = split(self.returned, num)
+        back, _ = split(self.returned, num)
+        self.withdraw(back)
         end = self.frontier + (max(0, num - count(back)) if self.data is None or self.data.groups is None else 0)
         if self.data is not None and self.data.passes:
             end = max(self.frontier, min(end, self.data.passes * self.data.num_units))
         new, self.frontier = ranges_of([(self.frontier, end)]), end
-        if back:
-            for learner, left in list(self.left.items()):
-                left.taken(back)
-                if not left.units:
-                    del self.left[learner]
         return union(back, new)
 
     def _claim(
@@ -324,7 +320,7 @@ class Leases:
         self.returned = union(self.returned, units)
 
     def withdraw(self, units: Ranges) -> None:
-        """End groups that are free."""
+        """Take units that are free."""
         self.returned = minus(self.returned, units)
         for learner, left in list(self.left.items()):
             left.taken(units)

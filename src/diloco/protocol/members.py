@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -253,3 +254,8 @@ class Deadlines:
         if now - member.seen_at >= self.lost_after_s(member.step_s):
             return f"nothing heard for {now - member.seen_at:.1f} s"
         return f"no step for {now - member.progressed_at:.1f} s"
+
+
+NO_DEADLINES = Deadlines(lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf)
+"""A learner is evicted some time after its connection has broken, and never for its silence: for a run in virtual time,
+where messages are not lost, and a learner sends one only when its state changes."""

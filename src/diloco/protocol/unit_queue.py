@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from diloco.protocol.leases import Ask, DataSet, Grant
-from diloco.protocol.units import Ranges, common, minus, ranges_of, union
+from diloco.protocol.units import Ranges, common, minus, union, units_of
 
 
 class UnitQueue:
@@ -105,7 +105,7 @@ class UnitQueue:
             if cut < stop:
                 self._held.appendleft((cut, stop))
         if units:
-            self._drawn.append(ranges_of((unit, unit + 1) for unit in units))
+            self._drawn.append(units_of(units))
         return units
 
     def put_back(self) -> None:

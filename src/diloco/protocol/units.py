@@ -32,6 +32,11 @@ def as_lists(a: Ranges) -> list[list[int]]:
     return [list(pair) for pair in a]
 
 
+def units_of(numbers: Iterable[int]) -> Ranges:
+    """Return the set of these numbers."""
+    return ranges_of((number, number + 1) for number in numbers)
+
+
 def numbers_of(a: Ranges) -> list[int]:
     """Return all numbers of the set, in order."""
     return [number for first, stop in a for number in range(first, stop)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diloco.errors import PayloadError, StaleIncarnationError
-from diloco.protocol.units import Ranges, common, minus, numbers_of, ranges_of, union
+from diloco.protocol.units import Ranges, common, minus, numbers_of, union, units_of
 
 Role = Literal["rollout", "reward", "trainer"]
 
@@ -205,8 +205,3 @@ class Workers:
             "role": key[0], "name": key[1], "live": worker is not None or key[0] == "trainer",
             **{each: counts[each] for each in ("generated", "scored", "refused")}, "holds": holds, "versions": versions,
         }  # fmt: skip
-
-
-def units_of(numbers: Iterable[int]) -> Ranges:
-    """A set of these numbers."""
-    return ranges_of((number, number + 1) for number in numbers)

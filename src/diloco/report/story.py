@@ -16,8 +16,6 @@ from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 MAX_MERGES = 400
 MAX_EVENTS = 300
 GLOBAL = "global model"
-SPEED_S = 60.0
-"""Window of tokens per second."""
 ORDERED = {"pause": "paused", "end": "ended by an operator", "resume": None}
 """The state of a run after an order (`Steered`); None: as without orders."""
 
@@ -52,6 +50,7 @@ class Story:
         self._routed: dict[str, ev.Routed] = {}  # the newest of each trainer
         self._speed, self._wire = Series(self._numbers), Series(self._numbers)
         self._lately: deque[tuple[float, int]] = deque()
+        self._tokens_per_s: float | None = None
         self._tokens = 0
         self._ledger: dict[str, int] = {}
         self._progress_at = 0.0
@@ -88,8 +87,6 @@ class Story:
                 self._stepped[event.who] = event
             case ev.Routed():
                 self._routed[event.who] = event
-            case _:
-                pass
 
     def _take_syncers(self, event: ev.Event, log: str) -> None:
         counted = self._traffic.take(event, log)
@@ -121,8 +118,6 @@ class Story:
             case ev.Finished():
                 self._tokens = max(self._tokens, event.tokens)
                 self._head["state"] = "ended"
-            case _:
-                pass
 
     def _start(self, event: ev.SyncerStarted) -> None:
         self._started_at = event.t if self._started_at is None else self._started_at
@@ -177,11 +172,9 @@ class Story:
             for task, reward in event.groups.rewards.items():
                 self._rewards[task].add(event.groups.scored[task], reward)
         self._tokens = max(self._tokens, event.tokens)
-        self._lately.append((event.t, event.tokens))
-        while len(self._lately) > 2 and self._lately[-1][0] - self._lately[1][0] >= SPEED_S:
-            self._lately.popleft()
-        if (speed := self._tokens_per_s) is not None:
-            self._speed.add(event.t, speed)
+        self._tokens_per_s = ev.speed(self._lately, event.t, event.tokens)
+        if self._tokens_per_s is not None:
+            self._speed.add(event.t, self._tokens_per_s)
         self._wire.add(event.t, self._num_bytes)
 
     def _count_parallel(self, event: ev.Progress) -> None:
@@ -216,13 +209,6 @@ class Story:
 
     def _live_names(self) -> set[str]:
         return {name for name, member in self._members.items() if member.is_live}
-
-    @property
-    def _tokens_per_s(self) -> float | None:
-        if len(self._lately) < 2 or self._lately[-1][0] <= self._lately[0][0]:
-            return None
-        (first, before), (last, after) = self._lately[0], self._lately[-1]
-        return max(0.0, (after - before) / (last - first))
 
     @property
     def _num_bytes(self) -> int:

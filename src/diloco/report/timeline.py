@@ -72,8 +72,6 @@ class Timeline:
                 self.ended_at = max(self.ended_at, event.t if process == "syncer" else 0.0)
             case _ if process == "syncer":
                 self._take_syncers(event, log)
-            case _:
-                pass
 
     def _take_syncers(self, event: ev.Event, log: str) -> None:
         if not isinstance(event, ev.Steered):  # which may be later than `as_of`
@@ -102,8 +100,6 @@ class Timeline:
                 self.merges.append(event)
             case ev.Progress():
                 self.tokens = max(self.tokens, event.tokens)
-            case _:
-                pass
 
     def _close_span(self, learner: str, at: float) -> None:
         """End the learner's open span, if there is one: a killed syncer logs no end."""

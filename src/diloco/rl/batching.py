@@ -33,7 +33,7 @@ from diloco.learner.learner import Learner
 from diloco.learner.leased_units import LeasedUnits
 from diloco.protocol.groups import STALE
 from diloco.protocol.leases import GroupRules
-from diloco.protocol.units import numbers_of, ranges_of
+from diloco.protocol.units import numbers_of, units_of
 from diloco.rl.loss import advantages
 from diloco.rl.reading import read_span, spans
 from diloco.rl.settings import data_of, loss_of, rules_of, table_of, tokenizer_of
@@ -170,7 +170,7 @@ def _iterate(
                 if each.staleness(versions) > reader.rules.max_staleness:
                     unusable[number] = STALE
             missing = set(now.drawn) - groups.keys() | unusable.keys()
-            taken = units.take(ranges_of((number, number + 1) for number in missing))
+            taken = units.take(units_of(missing))
             dropped |= unusable
             if taken:
                 yield batch_of([groups[number] for number in numbers_of(taken)], versions, scale)

@@ -81,8 +81,6 @@ class Scorer:
             ConfigError: the tasks cannot be loaded.
             ScoringError: the task has no such prompt, ended its process or exceeded a limit.
         """
-        if self._watchdog is None:
-            self._start()
         what = f'prompt {number} of task "{task_of(number, self._settings)}"'
         answer = self._ask({"number": number}, what, self._timeout_s)
         if "error" in answer:
@@ -98,8 +96,6 @@ class Scorer:
         """
         if task not in self._settings:
             raise ConfigError(f'there is no task "{task}"; {nearest(task, list(self._settings))}')
-        if self._watchdog is None:
-            self._start()
         request = {"task": task, "prompt": dict(prompt), "completions": list(completions)}
         answer = self._ask(request, f'task "{task}"', self._timeout_s)
         if "error" in answer:
@@ -136,6 +132,8 @@ class Scorer:
 
     def _ask(self, message: object, what: str, timeout_s: float) -> dict[str, Any]:
         """Send a message and receive its answer. After any error the child is ended: its answer might come late."""
+        if self._watchdog is None:
+            self._start()
         try:
             self._socket.settimeout(timeout_s)
             _send(self._socket, message)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Member
-from diloco.protocol.units import Ranges, as_lists, ranges_of
+from diloco.protocol.units import Ranges, as_lists, units_of
 from diloco.run.ports import MergedRound
 
 
@@ -40,7 +40,7 @@ class ExpertStatus:
         if merged.action.fragment not in self._groups:
             return []
         return [
-            _ranges(expert for c in contributions if c.learner == learner for expert in self._trained_in(c))
+            units_of(expert for c in contributions if c.learner == learner for expert in self._trained_in(c))
             for learner in merged.update.contributors
         ]
 
@@ -48,13 +48,13 @@ class ExpertStatus:
         """The experts that a member trains, as ranges (first, stop); None: it holds all and has contributed to no
         group."""
         own = self._known(member) if member.held is None else self._trained_by(member)
-        return as_lists(_ranges(expert for each in own.values() for expert in each)) if own else None
+        return as_lists(units_of(expert for each in own.values() for expert in each)) if own else None
 
     def held_by(self, member: Member) -> Ranges | None:
         """The experts that a member holds, as ranges (first, stop); None: the whole model."""
         if member.held is None:
             return None
-        return _ranges(expert for f, group in self._groups.items() if member.holds(f) for expert in group)
+        return units_of(expert for f, group in self._groups.items() if member.holds(f) for expert in group)
 
     def as_dict(self, members: Collection[Member]) -> dict[str, Any] | None:
         """Plain values: the `number` of experts, and as ranges `untrained`, those that no member trains. None: the run
@@ -68,7 +68,7 @@ class ExpertStatus:
             if trained
             for expert in group.difference(*(each[fragment] for each in trained))
         }
-        return {"number": 1 + max(map(max, self._groups.values())), "untrained": as_lists(_ranges(untrained))}
+        return {"number": 1 + max(map(max, self._groups.values())), "untrained": as_lists(units_of(untrained))}
 
     def _trained_by(self, member: Member) -> dict[int, frozenset[int]]:
         """By group; all that it holds, until it has contributed there."""
@@ -82,7 +82,3 @@ class ExpertStatus:
     def _trained_in(self, c: Contribution) -> frozenset[int]:
         of_tensors = self._of_tensors[c.fragment]
         return frozenset(of_tensors if c.tensors is None else (of_tensors[index] for index in c.tensors))
-
-
-def _ranges(experts: Iterable[int]) -> Ranges:
-    return ranges_of((expert, expert + 1) for expert in experts)

@@ -15,7 +15,7 @@ from diloco.protocol.steering import Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
-from diloco.run.ports import H, InitialModel, ModelLayout, P, RunMethod, SavedRun, T, first_epoch
+from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, T, first_epoch
 
 
 def require_run(served: str, run: str) -> None:
@@ -112,12 +112,10 @@ class RunState(Generic[H, P]):
 
     def begin(self, initial: InitialModel[H], epoch: int) -> None:
         """The run begins with this model. `epoch`: that its syncer has claimed."""
-        self._core = self.first_core(initial)
-        self._tell_digests(self._core, initial.fragments)
-        self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
-        self._describe(initial.layout)
-        self.initial_tokens = initial.tokens
-        self.run_id, self.epochs = initial.run_id, (first_epoch(initial, epoch),)
+        core = self.first_core(initial)
+        self._tell_digests(core, initial.fragments)
+        self._hold(core, initial, [()] * len(initial.fragments))
+        self.epochs = (first_epoch(initial, epoch),)
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.
@@ -132,9 +130,11 @@ class RunState(Generic[H, P]):
             rules = Rules.of(self.method, num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
+        return self._core_of(rules, [0] * num_fragments, initial.step)
+
+    def _core_of(self, rules: Rules, versions: Sequence[int], step: int) -> SyncerCore:
         return SyncerCore(
-            rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool,
-            dealing=self.dealing,
+            rules, versions, deadlines=self._deadlines, step=step, pool=self._pool, dealing=self.dealing
         )  # fmt: skip
 
     def already_initialised(self) -> AlreadyInitialisedError:
@@ -156,23 +156,22 @@ class RunState(Generic[H, P]):
                 f"run {self.run!r} was started with another method ({difference}); start a new run to change it."
             )
         rules = Rules.of(self.method, len(saved.fragments))
-        versions = [fragment.version for fragment in saved.fragments]
-        core = SyncerCore(
-            rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool, dealing=self.dealing
-        )  # fmt: skip
+        core = self._core_of(rules, [fragment.version for fragment in saved.fragments], saved.step)
         self._tell_digests(core, saved.fragments)
         if saved.record is not None:
             core.restore(now_s, saved.record)
-        self._core, self.initial_tokens = core, saved.tokens
-        self.run_id, self.epochs = saved.run_id, saved.epochs
-        self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)
-        self._describe(saved.layout)
+        self._hold(core, saved, saved.contributors)
+        self.epochs = saved.epochs
 
     @staticmethod
     def _tell_digests(core: SyncerCore, fragments: Sequence[Any]) -> None:
         for index, fragment in enumerate(fragments):
             core.groups.publishes(index, fragment.version, fragment.digest)
 
-    def _describe(self, layout: ModelLayout) -> None:
-        self.cut = self.method.cut_in_words(layout)
-        self.experts = ExpertStatus(self.method.experts_of(layout))
+    def _hold(
+        self, core: SyncerCore, model: InitialModel[H] | SavedRun[H], contributors: Sequence[tuple[str, ...]]
+    ) -> None:  # fmt: skip
+        self._core, self.initial_tokens, self.run_id = core, model.tokens, model.run_id
+        self._model = GlobalModel(model.layout, model.static, model.fragments, contributors)
+        self.cut = self.method.cut_in_words(model.layout)
+        self.experts = ExpertStatus(self.method.experts_of(model.layout))

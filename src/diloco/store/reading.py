@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
+from diloco.closing import Closing
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.memory import new_vector
@@ -99,7 +100,7 @@ def require_one_run(frozen: Frozen, manifest: Manifest, place: str) -> None:
         raise DamagedObjectError(f"the manifest of {place} names objects of two runs; {advice(place)}")
 
 
-class ObjectReader:
+class ObjectReader(Closing):
     """Reads objects of a store; a context manager. Any thread may call any method.
 
     All methods take the name of an object, and its role for errors (`holds`: "fragment 1, version 3"). They raise
@@ -110,10 +111,8 @@ class ObjectReader:
         self.objects = objects
         self._requests = ThreadPoolExecutor(REQUESTS)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Cancel the requests that have not begun."""
         self._requests.shutdown(cancel_futures=True)
 
     def head(self, name: str, holds: str) -> ObjectHead:

@@ -20,8 +20,6 @@ from diloco.syncer.metrics import SyncerMetrics
 log = logging.getLogger("diloco.syncer")
 
 EVERY_S = 10.0
-SPEED_S = 60.0
-"""The window over which tokens per second are measured."""
 
 
 class ProgressLog:
@@ -111,12 +109,8 @@ class ProgressLog:
         self._log.append(progress)
 
     def _measure(self, progress: events.Progress) -> None:
-        lately, tokens, budget = self._lately, progress.tokens, self._budget_tokens
-        lately.append((self._clock(), tokens))
-        while len(lately) > 2 and lately[-1][0] - lately[1][0] >= SPEED_S:
-            lately.popleft()
-        passed_s = lately[-1][0] - lately[0][0]
-        speed = max(0.0, (tokens - lately[0][1]) / passed_s) if passed_s > 0 else None
+        tokens, budget = progress.tokens, self._budget_tokens
+        speed = events.speed(self._lately, self._clock(), tokens)
         eta_s = max(0, budget - tokens) / speed if budget is not None and speed else None
         with self._lock:
             loss = max(self._evaluated.values())[1] if self._evaluated else None

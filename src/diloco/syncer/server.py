@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from diloco import events
+from diloco.closing import Closing
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DilocoError, FencedError, StandbyError, UnreachableError
 from diloco.event_log import EventLog
@@ -119,7 +120,7 @@ class Options:
         return self.store or str(self.state_dir)
 
 
-class Syncer:
+class Syncer(Closing):
     """A running syncer; a context manager that stops it.
 
     Raises:
@@ -368,12 +369,6 @@ class Syncer:
             self.page.close()
         self._metrics.close()
         self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run_status(self) -> dict[str, Any] | None:
         """`Driver.status`; None: this syncer does not serve the run now."""

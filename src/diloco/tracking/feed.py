@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from diloco.closing import Closing
 from diloco.errors import DilocoError, StoreError, first_line, translated
 from diloco.event_log import EventTail
 from diloco.tracking import THREADS
@@ -36,7 +37,7 @@ PRIVATE_TABLES = {"syncer", "track", "learner"}
 passwords."""
 
 
-class Feed:
+class Feed(Closing):
     """Feeds trackers with the points of one process. A context manager closes it. Any thread may call any method.
 
     A tracker that falls behind loses the oldest points; one that raises loses that point; one that cannot start loses
@@ -57,7 +58,7 @@ class Feed:
         for thread in self._threads:
             thread.put(point)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = END_S) -> None:
         """Let the trackers log their queues and end; abandon those that have not ended within `timeout_s`."""
         end_at = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -65,12 +66,6 @@ class Feed:
         for thread in self._threads:
             thread.join(max(0.0, end_at - time.monotonic()))
             thread.abandon(timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close(END_S)
 
 
 class _TrackerThread(threading.Thread):
@@ -139,7 +134,7 @@ class _TrackerThread(threading.Thread):
             log.warning("%s %s", self._label, what)
 
 
-class SyncerFeed:
+class SyncerFeed(Closing):
     """Feeds trackers from the event log of a syncer. A context manager closes it.
 
     It reads the log from its beginning, so that totals are those of the run, and feeds events that are written from
@@ -163,13 +158,7 @@ class SyncerFeed:
         self._stopping.set()
         self._thread.join()
         if self._feed is not None:
-            self._feed.close(END_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._feed.close()
 
     def _follow(self) -> None:
         try:

@@ -117,8 +117,6 @@ class SyncerValues:
                 return self._progress(event)
             case ev.Finished():
                 return Point(event.steps, event.t, self._totals(event.tokens))
-            case _:
-                pass
         return None
 
     def _progress(self, event: ev.Progress) -> Point:

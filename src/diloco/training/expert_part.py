@@ -20,7 +20,8 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.learner.experts import mixture_blocks
 from diloco.learner.held import HeldExperts
-from diloco.protocol.units import numbers, numbers_of, ranges_of
+from diloco.protocol.units import numbers, numbers_of, units_of
+from diloco.training.optimizers import converted
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -46,7 +47,7 @@ def part_config(config: PreTrainedConfig, experts: Sequence[int]) -> PreTrainedC
         ConfigError: the numbers are not ascending, or beyond the model's; they are fewer than the router chooses, or do
             not fill its groups.
     """
-    (key, number), held = num_experts_of(config), ranges_of((expert, expert + 1) for expert in experts)
+    (key, number), held = num_experts_of(config), units_of(experts)
     if not experts or list(experts) != numbers_of(held) or not 0 <= experts[0] <= experts[-1] < number:
         raise ConfigError(
             f"the experts {list(experts)} cannot be held of a model with {number}; name numbers from 0 to {number - 1} "
@@ -122,12 +123,7 @@ def held_rows(value: Tensor, shape: Sequence[int], experts: Sequence[int]) -> Te
 def part_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, experts: Sequence[int]) -> dict[str, Any]:
     """The `state_dict` of the whole model's optimizer for `optimizer`, which trains the same parameters of the part."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    own = {
-        index: {key: held_rows(each, parameters[index].shape, experts) if isinstance(each, Tensor) else each
-                for key, each in values.items()}
-        for index, values in state["state"].items()
-    }  # fmt: skip
-    return {**state, "state": own}
+    return converted(state, lambda index, each: held_rows(each, parameters[index].shape, experts))
 
 
 def moved_rows(value: Tensor, rows: Sequence[int | None]) -> Tensor:

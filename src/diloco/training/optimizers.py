@@ -176,6 +176,15 @@ def _adamw(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.Ad
     )
 
 
+def converted(state: Mapping[str, Any], convert: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
+    """An optimizer's saved state, in which `convert` has replaced each tensor. It gets the parameter's index too."""
+    own = {
+        index: {key: convert(index, each) if isinstance(each, Tensor) else each for key, each in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": own}
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a saved state into `optimizer`, which keeps its own hyperparameters.
 
@@ -186,12 +195,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     if saved != [set(group) for group in now]:
         raise ValueError("it was saved by another inner optimizer")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {
-        index: {key: sharded_like(parameters[index], each) if isinstance(each, Tensor) else each
-                for key, each in values.items()}
-        for index, values in state["state"].items()
-    }  # fmt: skip
-    optimizer.load_state_dict({**state, "state": own})
+    optimizer.load_state_dict(converted(state, lambda index, each: sharded_like(parameters[index], each)))
     for group, values in zip(optimizer.param_groups, now, strict=True):
         group.update(values)
 

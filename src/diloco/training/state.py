@@ -12,7 +12,7 @@ from diloco.config import AUTO, RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
 from diloco.learner.held import HeldExperts
-from diloco.protocol.units import numbers, ranges_of
+from diloco.protocol.units import numbers, units_of
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
@@ -21,7 +21,7 @@ from diloco.training.inner import InnerStep, StepResult
 from diloco.training.learners import AnyLearner, Attach, Holding, StandaloneLearner
 from diloco.training.mixture import Mixture
 from diloco.training.model import build_model, load_state
-from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_factor, untrained_parameters
+from diloco.training.optimizers import converted, load_optimizer, make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import global_model
 from diloco.training.rank_group import RankGroup, choose_device
 from diloco.training.spec import Clock
@@ -220,11 +220,7 @@ class TrainingState:
         self.held = self.part = held
         self._train(self._build())
         self.model.load_state_dict({name: moved(name, value) for name, value in model.state_dict().items()})
-        own = {
-            index: {key: moved(trained[index], value) for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
-        load_optimizer(self.optimizer, {**state, "state": own})
+        load_optimizer(self.optimizer, converted(state, lambda index, value: moved(trained[index], value)))
 
     def stand_alone(self) -> None:
         """After this learner could not join again, keep its step and tokens for a checkpoint."""
@@ -347,7 +343,7 @@ class TrainingState:
 
 
 def _experts(held: Sequence[int] | None) -> str:
-    return "the whole model" if held is None else f"experts {numbers(ranges_of((each, each + 1) for each in held))}"
+    return "the whole model" if held is None else f"experts {numbers(units_of(held))}"
 
 
 def _stream(config: RunConfig, corpus: Corpus) -> BatchStream:

@@ -334,10 +334,7 @@ class Ranks(Exchange):
     def _on_first(self, call: Callable[[], object]) -> None:
         """Make a call on rank 0 only; the next poll raises its error, on every rank."""
         if self._first and self._failure is None:
-            try:
-                call()
-            except DilocoError as error:
-                self._failure = error
+            _, self._failure = attempt(call)
 
     def _collect_events(self) -> None:
         """On rank 0: poll the exchange, and put its events into a message for all ranks."""
@@ -354,10 +351,8 @@ class Ranks(Exchange):
         """
         message, failure = Message(), None
         if self._first:
-            try:
-                message = Message.of(decide(), fetched=self._fetched is not None)
-            except DilocoError as error:
-                message, failure = Message.of(error=error), error
+            decided, failure = attempt(decide)
+            message = Message.of(decided, failure, fetched=self._fetched is not None)
         while (num_bytes := self.group.sum([len(message.raw)], what)[0]) == _WANTS_SHARDS:
             assist()
         return self._share(message, num_bytes, what, failure)

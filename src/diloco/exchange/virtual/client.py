@@ -36,8 +36,11 @@ News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained 
 
 _CONTROL = (requests.TimedCall, requests.Describe, requests.Watch)
 
+Input = Callable[[float], Sequence[requests.SessionAction]]
+"""An event of `SessionCore` as a function of the time."""
+
 Reply = Callable[..., None]
-"""Is called with the answer to a request, or with a DilocoError, and with its size in bytes if that is not small."""
+"""Is called with the event of a request's answer, or a DilocoError, and with its size in bytes if that is not small."""
 
 
 class Wire(Protocol):
@@ -181,9 +184,10 @@ class SessionClient:
                     self._on_news(Arrived.of(*self._last, merged))
                 case requests.Dial(address=address):
                     self._wire.dial(address)
-                case requests.TellStart() | requests.Fail():
-                    self._on_news(action)
-                case CallForWork() | Rejection() | Grant() | Drained() | Hold() | Settled():
+                case (
+                    requests.TellStart() | requests.Fail() | CallForWork() | Rejection() | Grant() | Drained() | Hold()
+                    | Settled()
+                ):  # fmt: skip
                     self._on_news(action)
                 case _:
                     self._call(action)
@@ -203,14 +207,14 @@ class SessionClient:
                 model = self._initial()
                 num_bytes = len(model.static) + sum(4 * each.theta.numel() for each in model.fragments)
                 self.num_bytes["joins"] += num_bytes
-                self._ask(open_, lambda door, reply: door.driver.initialise(model, reply), num_bytes)
+                self._ask(open_, partial(self._initialise, model), num_bytes)
             case _:
                 self._ask(open_, lambda door, reply: self._request(door, open_, call, reply))
 
     def _ask(self, open_: _Open, request: Callable[[SyncerProcess, Reply], None], num_bytes: int = 0) -> None:
         """Send a request to the syncer, and its answer back."""
 
-        def reply(answer: object = None, num_bytes: int = 0) -> None:
+        def reply(answer: Input | DilocoError, num_bytes: int = 0) -> None:
             self._wire.down(open_.call, num_bytes, lambda: self.finish(open_, answer))
 
         def arrive(door: SyncerProcess) -> None:
@@ -221,18 +225,21 @@ class SessionClient:
 
         self._wire.up(open_.call, num_bytes, arrive)
 
+    def _initialise(self, model: InitialModel[GlobalFragment], door: SyncerProcess, reply: Reply) -> None:
+        door.driver.initialise(model, lambda error: reply(error or self.core.initialised))
+
     def _request(self, door: SyncerProcess, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """Handle a request that has arrived at the syncer."""
-        driver = door.driver
+        core, driver, lineage = self.core, door.driver, door.driver.lineage
         match call:
             case requests.Describe():
-                reply((driver.lineage, driver.state.is_initialised))
+                reply(partial(core.described, describe=call, lineage=lineage, initialised=driver.state.is_initialised))
             case requests.Join(claim=claim):
                 ready, self._ready = self._ready and not claim.incarnation, False  # a learner that joins again is late
                 driver.join(
                     claim,
                     self._layout,
-                    lambda incarnation: reply((driver.lineage, incarnation)),
+                    lambda number: reply(partial(core.joined, join=call, lineage=driver.lineage, incarnation=number)),
                     ready=ready,
                     overlap=self._overlap,
                     held=self._fragments,
@@ -240,21 +247,24 @@ class SessionClient:
                 )
             case requests.Fetch(claim=claim, fragment=None):
                 driver.core.check(claim.learner, claim.incarnation, claim.process)
-                reply((driver.lineage, driver.state.model.static), len(driver.state.model.static))
+                static = driver.state.model.static
+                reply(partial(self._take, fetch=call, lineage=lineage, answer=static), len(static))
             case requests.Fetch(claim=claim, fragment=int(fragment), base=base):
                 fetched = driver.fetch(fragment, base, claim)
-                reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
+                answer = partial(self._take, fetch=call, lineage=lineage, answer=fetched)
+                reply(answer, self._replicas.num_bytes(fetched))
             case requests.Watch(claim=claim):
-                stream = _Stream(self, self._wire, open_, call, driver.lineage)
+                stream = _Stream(self, self._wire, open_, call, lineage)
                 driver.connected(claim, stream)
                 self._wire.on_break(call, lambda: driver.disconnected(claim, stream))
             case requests.Beat(claim=claim, report=report):
                 standing = driver.heartbeat(claim, report)
-                reply((driver.lineage, standing, door.is_suspended))
+                is_suspended = door.is_suspended
+                reply(partial(core.beaten, beat=call, lineage=lineage, standing=standing, is_suspended=is_suspended))
             case requests.Lease(claim=claim, ask=ask):
-                driver.lease(claim, ask, reply)
+                driver.lease(claim, ask, lambda grant: reply(partial(core.leased, lease=call, grant=grant)))
             case requests.Leave(claim=claim, report=report):
-                driver.leave(claim, report, reply)
+                driver.leave(claim, report, partial(reply, core.left))
 
     def _push(self, open_: _Open, call: requests.Push) -> None:
         """Send the header of a push, then its payload; a push that is cut in between never becomes complete."""
@@ -263,7 +273,7 @@ class SessionClient:
         self.num_bytes["contributions"] += payload.numel()
 
         def reply(error: DilocoError | None) -> None:
-            self._wire.down(call, 0, lambda: self.finish(open_, error))
+            self._wire.down(call, 0, lambda: self.finish(open_, error or partial(self.core.pushed, push=call)))
 
         def begin(door: SyncerProcess) -> None:
             try:
@@ -295,56 +305,37 @@ class SessionClient:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def finish(self, open_: _Open, answer: Any) -> None:
+    def finish(self, open_: _Open, answer: Input | DilocoError) -> None:
         """End a call with its answer or error."""
         if open_ not in self._open:
             return
         self._open.remove(open_)
         self._wire.ended(open_.call)
-        failed = isinstance(answer, DilocoError)
-        self._do(self.core.failed(self._now, open_.call, answer) if failed else self._answered(open_.call, answer))
+        if isinstance(answer, DilocoError):
+            answer = partial(self.core.failed, request=open_.call, error=answer)
+        self._do(answer(self._now))
 
-    def _answered(self, call: requests.Request, answer: Any) -> Sequence[requests.SessionAction]:
-        match call:
-            case requests.Describe():
-                lineage, is_initialised = answer
-                return self.core.described(self._now, call, lineage, initialised=is_initialised)
-            case requests.Initialise():
-                return self.core.initialised(self._now)
-            case requests.Join():
-                return self.core.joined(self._now, call, *answer)
-            case requests.Fetch():
-                return self._take(call, *answer)
-            case requests.Beat():
-                lineage, standing, is_suspended = answer
-                return self.core.beaten(self._now, call, lineage, standing, is_suspended=is_suspended)
-            case requests.Push():
-                return self.core.pushed(self._now, call)
-            case requests.Lease():
-                return self.core.leased(self._now, call, answer)
-            case requests.Watch():
-                return self.core.ended(self._now, call)
-        return self.core.left(self._now)
-
-    def _take(self, call: requests.Fetch, lineage: Lineage, answer: Any) -> Sequence[requests.SessionAction]:
+    def _take(
+        self, now: float, fetch: requests.Fetch, lineage: Lineage, answer: Any
+    ) -> Sequence[requests.SessionAction]:  # fmt: skip
         if (distrust := self.core.distrusts(lineage)) is not None:
-            return self.core.failed(self._now, call, distrust)
-        kind = "joins" if call.joining else "updates"
-        if call.fragment is None:
+            return self.core.failed(now, fetch, distrust)
+        kind = "joins" if fetch.joining else "updates"
+        if fetch.fragment is None:
             self.static = answer
             self.num_bytes[kind] += len(answer)
-            return self.core.fetched(self._now, call, lineage, 0)
+            return self.core.fetched(now, fetch, lineage, 0)
         fetched: FragmentAnswer[GlobalFragment, Tensor] = answer
         self.num_bytes[kind] += self._replicas.num_bytes(fetched)
         try:
-            advanced = self._replicas.fetched(self.held[call.fragment], fetched)
+            advanced = self._replicas.fetched(self.held[fetch.fragment], fetched)
         except DilocoError as error:
-            return self.core.failed(self._now, call, error)
-        self.held[call.fragment] = advanced.held
+            return self.core.failed(now, fetch, error)
+        self.held[fetch.fragment] = advanced.held
         self._last = fetched.update, advanced
-        return self.core.fetched(self._now, call, lineage, advanced.held.version, fetched.verdicts)
+        return self.core.fetched(now, fetch, lineage, advanced.held.version, fetched.verdicts)
 
-    def noticed(self, open_: _Open, hear: Callable[[float], Sequence[requests.SessionAction]]) -> None:
+    def noticed(self, open_: _Open, hear: Input) -> None:
         """Receive a notice of an open stream."""
         if open_ in self._open:
             self._do(hear(self._now))
@@ -371,9 +362,10 @@ class _Stream:
 
     def end(self) -> None:
         """As `ports.ConnectionPort`."""
-        self._wire.down(self._watch, 0, lambda: self._client.finish(self._open, None))
+        ended = partial(self._client.core.ended, watch=self._watch)
+        self._wire.down(self._watch, 0, lambda: self._client.finish(self._open, ended))
 
-    def _send(self, hear: Callable[[float], Sequence[requests.SessionAction]]) -> None:
+    def _send(self, hear: Input) -> None:
         self._wire.down(self._watch, 0, lambda: self._client.noticed(self._open, hear))
 
 

@@ -18,19 +18,13 @@ from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
 from diloco.protocol.contribution import Budget
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import NO_DEADLINES
 from diloco.protocol.records import rewound
 from diloco.protocol.session import requests
 from diloco.protocol.steering import Pool
 from diloco.run.ports import NullObserver, Observer
 
 RUN = "local"
-
-BROKEN_CONNECTIONS_ONLY = Deadlines(
-    lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
-)
-"""A learner is evicted some time after its connection has broken, and never for its silence: messages are not lost
-here, and a learner sends one only when its state changes."""
 
 
 class VirtualRun:
@@ -103,7 +97,7 @@ class VirtualRun:
                 self._pool.require(method.quorum.at_least)
             self._first = learner
             self.syncer = VirtualSyncer(
-                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool,
+                RUN, method, self.delivery, observer=self._observer, deadlines=NO_DEADLINES, pool=self._pool,
                 budget=self._budget,
             )  # fmt: skip
         if difference := self.syncer.method.difference(method):

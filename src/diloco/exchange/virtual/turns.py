@@ -112,9 +112,11 @@ class VirtualTime:
         self._stuck: str | None = None
         self._open_gate(self._next())
 
-    def wait_for_start(self, index: int) -> None:
-        """Block the learner's new thread until its start."""
-        self._take(index)
+    def take_turn(self, index: int) -> None:
+        """Block the learner's thread until its next turn; a new thread until its start."""
+        self._gates[index].acquire()
+        self._states[index].restore()
+        self._check(index)
 
     def step(self, index: int) -> None:
         """Block until the learner's inner step has ended, which the thread has computed already. Events wait for the
@@ -162,12 +164,7 @@ class VirtualTime:
             return
         self._states[index] = ThreadState.capture()
         self._open_gate(next_)
-        self._take(index)
-
-    def _take(self, index: int) -> None:
-        self._gates[index].acquire()
-        self._states[index].restore()
-        self._check(index)
+        self.take_turn(index)
 
     def _check(self, index: int) -> None:
         """Raise the error that ends the running learner's thread, if there is one."""

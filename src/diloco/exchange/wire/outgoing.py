@@ -8,10 +8,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from google.protobuf.message import Message
 
+from diloco.closing import Closing
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, QUEUE_S, SHORT_QUEUE_S, SendPace, Window, parse, streamed
@@ -113,7 +113,7 @@ class Acknowledged(SendPace):
             self._link.sent(num_bytes)
 
 
-class OutgoingUpload(SendPace):
+class OutgoingUpload(Closing, SendPace):
     """The messages of an upload, made on one thread while another receives acknowledgements; a context manager around
     the call.
 
@@ -178,10 +178,8 @@ class OutgoingUpload(SendPace):
         with self._changed:
             self._window.sent(time.monotonic(), num_bytes)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """The call is over."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

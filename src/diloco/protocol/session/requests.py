@@ -21,6 +21,13 @@ LaneName = Literal["control", "watch", "receive", "send", "data", "leave"]
 
 
 @dataclass(frozen=True)
+class OfLearner:
+    """A request in the name of a learner's process."""
+
+    claim: Claim
+
+
+@dataclass(frozen=True)
 class Describe:
     """Ask, over this control connection, whether the run has a model; then call `described`."""
 
@@ -30,16 +37,14 @@ class Describe:
 
 
 @dataclass(frozen=True)
-class Initialise:
+class Initialise(OfLearner):
     """Upload this learner's model as the run's; then call `initialised`."""
 
     lane: ClassVar[LaneName] = "receive"
 
-    claim: Claim
-
 
 @dataclass(frozen=True)
-class Join:
+class Join(OfLearner):
     """Ask for a new incarnation; then call `joined`.
 
     Attributes:
@@ -48,11 +53,9 @@ class Join:
 
     lane: ClassVar[LaneName] = "receive"
 
-    claim: Claim
-
 
 @dataclass(frozen=True)
-class Fetch:
+class Fetch(OfLearner):
     """Fetch what follows version `base` of a fragment, decode and verify it; then call `fetched`.
 
     Attributes:
@@ -63,28 +66,25 @@ class Fetch:
 
     lane: ClassVar[LaneName] = "receive"
 
-    claim: Claim
     fragment: int | None
     base: int
     joining: bool = False
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watch(OfLearner):
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
     and `failed` or `ended` once the stream is over."""
 
     lane: ClassVar[LaneName] = "watch"
 
-    claim: Claim
     connection: int
 
 
 @dataclass(frozen=True)
-class TimedCall:
+class TimedCall(OfLearner):
     """A request over a control connection: it fails after `timeout_s` without an answer."""
 
-    claim: Claim
     connection: int
     timeout_s: float
 
@@ -104,12 +104,11 @@ class Beat(TimedCall):
 
 
 @dataclass(frozen=True)
-class Push:
+class Push(OfLearner):
     """Upload a contribution, addressed to this process of the syncer; then call `pushed`."""
 
     lane: ClassVar[LaneName] = "send"
 
-    claim: Claim
     contribution: Contribution
     boot: int
 

@@ -77,8 +77,7 @@ class WatchStream:
 
     def notices(self) -> Iterator[pb.Notice]:
         """The notices until the end of the call."""
-        while (notice := self._next()) is not None:
-            yield notice
+        return iter(self._next, None)
 
     def _next(self) -> pb.Notice | None:
         with self._changed:
