@@ -53,7 +53,7 @@ class ScaledBlocks(Codec):
     @cached_property
     def largest_scale_bits(self) -> int:
         """The bits of `largest_scale` in bf16."""
-        return int.from_bytes(struct.pack(">f", self.largest_scale)[:2])
+        return _bf16_bits(self.largest_scale)
 
     @property
     def name(self) -> str:
@@ -210,3 +210,8 @@ def unpack_halves(packed: Tensor, width: int, scratch: Scratch) -> Tensor:
 def _as_words(rows_of_bytes: Tensor, half: int) -> Tensor:
     """The same bytes in units of 4, if half a block has whole ones: torch moves rows of fp32 several times faster."""
     return rows_of_bytes.view(torch.float32) if half % 4 == 0 else rows_of_bytes
+
+
+def _bf16_bits(value: float) -> int:
+    """The bits of a positive value that bf16 represents exactly."""
+    return int.from_bytes(struct.pack(">f", value)[:2])
