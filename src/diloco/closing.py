@@ -1,13 +1,15 @@
 """What is closed at its end."""
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that calls `close` at its end."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Close it; each class has its own way."""
+        """Release what it holds."""
 
     def __enter__(self) -> Self:
         return self

@@ -317,9 +317,7 @@ class HostedDriver:
     def is_suspended(self) -> bool:
         """Whether this process does not know whether another one serves the run."""
         with self._changed:
-            # After a suspension, a call may come before the clock's thread.
-            if not self._is_stopped and self.failure is None and since_boot_s() >= self._publisher.wake_at:
-                self.store.tick()
+            self._look_at_leases()
             return self._publisher.standing == "suspended"
 
     @property
@@ -428,6 +426,11 @@ class HostedDriver:
     def _tick(self, late_s: float) -> None:
         assert self._driver is not None
         self._driver.tick(late_s)
+
+    def _look_at_leases(self) -> None:
+        """Tick the store if that is due: after a suspension, a call may come before the clock's thread."""
+        if not self._is_stopped and self.failure is None and since_boot_s() >= self._publisher.wake_at:
+            self.store.tick()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

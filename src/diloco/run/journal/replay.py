@@ -244,7 +244,7 @@ class Replay:
 
     def _numbered(self, kind: str, number: int) -> Any:
         if kind == "connection":
-            return self._objects.setdefault((kind, number), DeafConnection())  # type: ignore[abstract] # omitted methods
+            return self._objects.setdefault((kind, number), DeafConnection())
         return self._objects.pop((kind, number))
 
     # --- findings -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from diloco.errors import NoRoomError, PayloadError
 from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Standing
 from diloco.run.journal.serialization import TAG, PlainReader
 from diloco.run.memory import MemorySlot, MemorySpool
-from diloco.run.ports import ConnectionPort, InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T
+from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T
 
 
 class Formats(Protocol):
@@ -119,8 +120,17 @@ class Past(MemorySpool):
         """As `recorder.PayloadsPort`."""
 
 
-class DeafConnection(ConnectionPort):
-    """Discards messages; the digest of the event covers them."""
+class DeafConnection:
+    """Discards messages; the digest of the event covers them (`ports.ConnectionPort`)."""
+
+    def standing(self, standing: Standing) -> None:
+        pass
+
+    def evicted(self, reason: str, *, replaced: bool) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
 class PastJobs:
