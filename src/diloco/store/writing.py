@@ -1,8 +1,8 @@
-"""Long files, written past the system's cache: a store never reads again what it has written, and on many machines each
-new page of the cache costs several times a copy.
+"""Long files, written past the system's cache: a syncer does not read again what it has written, and on many machines
+each new page of the cache costs several times a copy.
 
-The system takes whole pages at places of whole pages then. So all goes through one block of memory, and the end of the
-file is cut to its length.
+The system then takes only whole pages, from and to places of whole pages. So all goes through one block of memory, and
+the file is cut to its length at the end.
 """
 
 from __future__ import annotations
