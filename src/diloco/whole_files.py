@@ -57,7 +57,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(path: Path, flags: int = 0) -> None:
-    """Make a file's content durable."""
+    """Make the content of a file, or with `os.O_DIRECTORY` the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)

@@ -50,14 +50,13 @@ def test_a_block_is_used_again_once_no_tensor_is_in_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads this process's mappings from /proc")
-def test_few_blocks_are_kept_and_none_beside_a_request_that_they_do_not_fit() -> None:
-    num_blocks = 3 * MOST_KEPT
-    tensors = [new_vector(LARGE // 4) for _ in range(num_blocks)]
+def test_few_blocks_are_kept_and_a_request_that_none_fits_returns_as_many_bytes() -> None:
+    tensors = [new_vector(LARGE // 4) for _ in range(3 * MOST_KEPT)]
     addresses = [each.data_ptr() for each in tensors]
     tensors.clear()
     assert 0 < sum(map(_is_mapped, addresses)) <= MOST_KEPT
-    larger = new_vector(LARGE)
-    within = range(larger.data_ptr(), larger.data_ptr() + larger.nbytes)
+    longer = new_vector(MOST_KEPT * LARGE // 4 - 1)
+    within = range(longer.data_ptr(), longer.data_ptr() + longer.nbytes)
     assert not any(_is_mapped(each) for each in addresses if each not in within)
 
 

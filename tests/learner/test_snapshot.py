@@ -78,15 +78,16 @@ def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
     assert torch.equal(values_of(snapshots.displacement(0, None, snapshot)), flat_of(model))
 
 
-def test_snapshots_in_flight_stay_as_they_were() -> None:
+def test_buffers_are_reused_once_given_back() -> None:
     model = make_model(torch.float32)
-    layout = make_layout(model, diloco.Whole())
+    layout = make_layout(model, diloco.Balanced(2))
     snapshots = snapshots_of(model, layout)
     tensors = dict(model.named_parameters())
-    first, before = snapshots.take(0, tensors), flat_of(model)
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    second = snapshots.take(0, tensors)
-    assert torch.equal(first.values, before)
-    snapshots.give_back(first)
-    assert (first.values.numel(), second.values.numel()) == (0, before.numel())
+    first = snapshots.take(0, tensors)
+    second = snapshots.take(0, tensors)  # two in flight
+    other = snapshots.take(1, tensors)
+    addresses = {s.values.data_ptr() for s in (first, second, other)}
+    assert len(addresses) == 3
+    snapshots.give_back(second)
+    assert snapshots.take(0, tensors).values is second.values
+    assert snapshots.take(0, tensors).values.data_ptr() not in addresses

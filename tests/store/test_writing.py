@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,17 @@ def test_parts_are_written_one_after_the_other(
     path.write_bytes(b"longer" * LONG)
     write_parts(path, [parts[0], *map(memoryview, parts[1:])])
     assert path.read_bytes() == b"".join(parts)
+
+
+def test_a_file_that_may_not_grow_is_told(tmp_path: Path) -> None:
+    """The limit cuts a write in the middle of a page."""
+    code = (
+        "import resource, sys; from pathlib import Path; from diloco.store.writing import write_parts\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_001, 5_000_001))\n"
+        "write_parts(Path(sys.argv[1]), [bytes(8 << 20)])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path / "file"], check=False, capture_output=True, text=True)
+    assert "File too large" in ended.stderr
 
 
 def test_a_full_disk_is_told() -> None:

@@ -53,7 +53,7 @@ class Adopt(Choice):
         """
 
     def adopt_into(self, own: Tensor, global_: Tensor, origin: Tensor | None = None) -> None:
-        """`adopt` of `own`, in its dtype and memory, block by block. No `origin`: `own` itself."""
+        """Set `own`, fp32 or not, to `adopt` of itself and the global value, block by block. No `origin`: `own`."""
         origin = own if origin is None else origin
         if own.is_contiguous():  # the blocks of other tensors are whole rows
             own, global_, origin = (each.view(-1) for each in (own, global_, origin))

@@ -3,11 +3,11 @@ run time (`diloco.compute`), which give the same bits several times as fast.
 
 The torch operations are the reference. The loops stand in for those that cost most: the block formats and casts
 (`core.codecs`), weighted sums and block sums (`core.merges`), outer steps and what surrounds them (`core.outer`,
-`core.global_fragment`), the flush of denormals (`core.memory`). A loop holds the interpreter's lock only while it
-starts. It goes through a run of segments, whose blocks stay near a core.
+`core.global_fragment`), adoptions (`core.adopt`), the flush of denormals (`core.memory`). A loop holds the
+interpreter's lock only while it starts. It goes through a run of segments, whose blocks stay near a core.
 
-What codecs and outer optimizers do to one element is a function of theirs, in their own files; one without it is
-computed by torch. Numba is imported when the first long vector comes.
+What codecs, outer optimizers and adoptions do to one element is a function of theirs, in their own files; one without
+it is computed by torch. Numba is imported when the first long vector comes.
 """
 
 from __future__ import annotations

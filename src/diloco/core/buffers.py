@@ -10,8 +10,8 @@ import weakref
 _HUGE_PAGE_BYTES = 2 << 20
 
 MOST_KEPT = 6
-"""Blocks kept for the next request: a learner repeatedly needs a snapshot, a residual, a version and two payloads, and
-the system takes as long to find and clear pages for them as their arithmetic takes."""
+"""Blocks kept for the next request: a learner repeatedly needs a residual, a version and two payloads, and the system
+takes as long to find and clear pages for them as their arithmetic takes."""
 
 _kept: list[mmap.mmap] = []  # in the order of their release
 
@@ -20,7 +20,7 @@ def new_buffer(num_bytes: int) -> memoryview:
     """A new writable buffer with any content.
 
     Its memory is kept for later buffers of about this size once nothing uses it, that of the newest few: a request that
-    none of them fits returns them to the system first.
+    none of them fits first returns as many bytes of them to the system.
     """
     if is_small(num_bytes):
         return memoryview(bytearray(num_bytes))
@@ -35,7 +35,8 @@ def is_small(num_bytes: int) -> bool:
     return num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
-# Lists are their own locks here: the collector may release a block anywhere, also while this thread takes one.
+# Lists are their own locks here: the collector may release a block anywhere, also while this thread takes one. It does
+# so before it ends the objects of a cycle that the block is in: what is in a cycle with a buffer must not read it then.
 
 
 def _take(num_bytes: int) -> mmap.mmap | None:
@@ -44,7 +45,10 @@ def _take(num_bytes: int) -> mmap.mmap | None:
             with contextlib.suppress(ValueError):  # another thread was faster
                 _kept.remove(block)
                 return block
-    _kept.clear()
+    freed = 0
+    with contextlib.suppress(IndexError):  # none is left
+        while freed < num_bytes:
+            freed += len(_kept.pop(0))
     return None
 
 

@@ -209,7 +209,7 @@ class DeviceSnapshot:
 
 
 class Snapshots:
-    """Takes snapshots of the part of each fragment that this process exchanges.
+    """Takes snapshots of the part of each fragment that this process exchanges, on the host into reused buffers.
 
     On CUDA a snapshot is one flat copy on the device, where a thread of the exchange encodes it on a side stream.
 
@@ -219,13 +219,25 @@ class Snapshots:
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self._queue = partition, DeviceQueue(device)
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> DeviceSnapshot:
         """Copy a fragment's tensors. On CUDA the copy is queued on the current stream."""
         device = device_of(tensors)
-        flat = self._partition.gather(fragment, tensors).to(device)  # from the host where this rank holds none of it
-        return DeviceSnapshot(flat, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+        if device.type == "cuda":
+            flat = self._partition.gather(fragment, tensors).to(device)  # on the host where this rank holds none of it
+            return DeviceSnapshot(flat, torch.cuda.current_stream(device).record_event())
+        elements = self._partition.elements(fragment)
+        num_elements = elements.stop - elements.start
+        with self._lock:
+            free = self._free.setdefault(num_elements, [])
+            host = free.pop() if free else None
+        if host is None:
+            host = new_vector(num_elements)
+        self._partition.gather(fragment, tensors, out=host)
+        return DeviceSnapshot(host)
 
     @torch.no_grad()
     def displacement(self, fragment: int, anchor: Tensor | None, snapshot: DeviceSnapshot) -> Displacement:
@@ -233,5 +245,9 @@ class Snapshots:
         return Displacement(self._queue, snapshot.values, snapshot.ready, anchor, self._partition.places(fragment))
 
     def give_back(self, snapshot: DeviceSnapshot) -> None:
-        """Free the memory of a snapshot that is no longer needed."""
-        snapshot.values = snapshot.values.new_empty(0)
+        """Return the buffer of a snapshot that is no longer needed; device memory goes back to torch."""
+        if snapshot.values.device.type == "cuda":
+            snapshot.values = snapshot.values.new_empty(0)
+            return
+        with self._lock:
+            self._free[snapshot.values.numel()].append(snapshot.values)

@@ -32,9 +32,9 @@ def as_lists(a: Ranges) -> list[list[int]]:
     return [list(pair) for pair in a]
 
 
-def units_of(numbers: Iterable[int]) -> Ranges:
+def units_of(those: Iterable[int]) -> Ranges:
     """Return the set of these numbers."""
-    return ranges_of((number, number + 1) for number in numbers)
+    return ranges_of((number, number + 1) for number in those)
 
 
 def numbers_of(a: Ranges) -> list[int]:

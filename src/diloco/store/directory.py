@@ -18,10 +18,11 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from diloco.closing import Closing
 from diloco.core.buffers import new_buffer
 from diloco.errors import MissingObjectError, StoreError, SwapRefusedError, first_line
 from diloco.protocol.manifest import MOST_BYTES, is_object_name
@@ -49,7 +50,7 @@ def ignore_point(point: str) -> None:
     """The default callback for durable steps: do nothing."""
 
 
-class Directory(AbstractContextManager["Directory"]):
+class Directory(Closing):
     """The `run.objects.Objects` of a directory. Any thread may call any method.
 
     Arguments:
@@ -91,9 +92,6 @@ class Directory(AbstractContextManager["Directory"]):
         """Release the directory. Nothing is lost by not calling it."""
         if self._lock is not None:
             self._lock.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- objects ------------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class ObjectReader(Closing):
         self._requests = ThreadPoolExecutor(REQUESTS)
 
     def close(self) -> None:
-        """Cancel the requests that have not begun."""
+        """Cancel the requests that have not begun, and wait for the others."""
         self._requests.shutdown(cancel_futures=True)
 
     def head(self, name: str, holds: str) -> ObjectHead:

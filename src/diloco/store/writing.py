@@ -1,5 +1,5 @@
-"""Long files, written past the system's cache: a syncer does not read again what it has written, and on many machines
-each new page of the cache costs several times a copy.
+"""Long files, written past the system's cache: what a syncer writes is rarely read again, and on many machines each
+new page of the cache costs several times a copy.
 
 The system then takes only whole pages, from and to places of whole pages. So all goes through one block of memory, and
 the file is cut to its length at the end.
@@ -7,7 +7,6 @@ the file is cut to its length at the end.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,10 +40,8 @@ def _write_past_cache(path: Path, parts: Sequence[bytes | memoryview], num_bytes
                 while done < end:
                     done += file.write(block[done:end])
             file.truncate(num_bytes)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False  # this file system or device does not write like that
+    except OSError:  # this file system does not write like that; or the ordinary way says what the disk refuses
+        return False
     return True
 
 
@@ -56,7 +53,7 @@ def _blocks(parts: Sequence[bytes | memoryview], block: memoryview) -> Iterator[
     """Fill `block` again and again; yields how many bytes are in it."""
     filled = 0
     for each in parts:
-        part = memoryview(each)
+        part = memoryview(each).cast("B")
         while part:
             taken = part[: len(block) - filled]
             block[filled : filled + len(taken)] = taken

@@ -317,7 +317,9 @@ class HostedDriver:
     def is_suspended(self) -> bool:
         """Whether this process does not know whether another one serves the run."""
         with self._changed:
-            self._look_at_leases()
+            # After a suspension, a call may come before the clock's thread.
+            if not self._is_stopped and self.failure is None and since_boot_s() >= self._publisher.wake_at:
+                self.store.tick()
             return self._publisher.standing == "suspended"
 
     @property
@@ -426,11 +428,6 @@ class HostedDriver:
     def _tick(self, late_s: float) -> None:
         assert self._driver is not None
         self._driver.tick(late_s)
-
-    def _look_at_leases(self) -> None:
-        """Tick the store if that is due: after a suspension, a call may come before the clock's thread."""
-        if not self._is_stopped and self.failure is None and since_boot_s() >= self._publisher.wake_at:
-            self.store.tick()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -285,10 +285,8 @@ class LivePage:
             order, caller = await self._order_of(request)
             assert self._steer is not None
             said = await asyncio.to_thread(self._steer, order, caller)
-        except AuthError as error:
-            return JSONResponse({"error": str(error)}, 403, HEADERS)
         except DilocoError as error:
-            return JSONResponse({"error": str(error)}, 400, HEADERS)
+            return JSONResponse({"error": str(error)}, 403 if isinstance(error, AuthError) else 400, HEADERS)
         return JSONResponse({"said": said}, headers=HEADERS)
 
     async def _order_of(self, request: Request) -> tuple[Order, Caller]:
