@@ -133,9 +133,8 @@ class RunState(Generic[H, P]):
         return self._core_of(rules, [0] * num_fragments, initial.step)
 
     def _core_of(self, rules: Rules, versions: Sequence[int], step: int) -> SyncerCore:
-        return SyncerCore(
-            rules, versions, deadlines=self._deadlines, step=step, pool=self._pool, dealing=self.dealing
-        )  # fmt: skip
+        deadlines, pool = self._deadlines, self._pool
+        return SyncerCore(rules, versions, deadlines=deadlines, step=step, pool=pool, dealing=self.dealing)
 
     def already_initialised(self) -> AlreadyInitialisedError:
         """The error of a second initialisation."""

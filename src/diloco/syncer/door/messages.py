@@ -77,7 +77,8 @@ class WatchStream:
 
     def notices(self) -> Iterator[pb.Notice]:
         """The notices until the end of the call."""
-        return iter(self._next, None)
+        while (notice := self._next()) is not None:
+            yield notice
 
     def _next(self) -> pb.Notice | None:
         with self._changed:
