@@ -1,4 +1,4 @@
-"""What is closed at its end."""
+"""The base class of context managers that only close something."""
 
 from abc import ABC, abstractmethod
 from typing import Self
