@@ -299,6 +299,7 @@ def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tm
 
         def wait_before_step_5() -> None:  # the batch of step 4 was asked for ahead, that of step 5 will be
             until(lambda: status(syncer)["data"]["learners"] == {"a": 4 * config.learner_batch}, "it asked for none")
+            syncer.driver.drain()  # that batch is answered for, or the learner waits for it before step 4
             slow_disk(syncer, may_write)
 
         before = Before(4, wait_before_step_5)
