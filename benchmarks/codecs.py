@@ -1,6 +1,6 @@
 """Encode and decode speed of every codec on one thread, as a ratio to an fp32 memory copy measured in the same run.
 
-With --errors instead: what every codec and some of other parameters lose, as docs/wire-formats.md shows it.
+With --errors instead: what every codec and some of other parameters lose, as docs/protocol.md shows it.
 """
 
 import argparse

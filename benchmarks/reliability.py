@@ -1,4 +1,4 @@
-"""docs/reliability.md: what a run survives, from results that the commands below have left in benchmarks/results/.
+"""dev/reliability.md: what a run survives, from results that the commands below have left in benchmarks/results/.
 
     python -m benchmarks.reliability                     write the page from what is there
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `tests.chaos`
@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.reliability_page import STORMS, page
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "dev" / "reliability.md"
 
 ALONE = ("restart", "stopping", "floods", "control")
 """Modules of this package that print the result of that name."""

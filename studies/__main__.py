@@ -1,9 +1,9 @@
 """`python -m studies` lists the studies and how they came out; with names (or `all`) it runs them, in this order.
 
 python -m studies                      what there is
-python -m studies learners wire        run these, then write docs/studies.md
+python -m studies learners wire        run these, then write studies/README.md
 python -m studies all --jobs 2
-python -m studies all --show           write tables and docs/studies.md from what is in the cache, and train nothing
+python -m studies all --show           write tables and studies/README.md from what is in the cache, and train nothing
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = (
 ENDED = ("healing",)
 """Studies of what the package no longer has: their results stay, and name the commit that made them."""
 
-DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
+DOCS = Path(__file__).parents[1] / "studies" / "README.md"
 INTRODUCTION = """# Studies
 
 Claims about DiLoCo and its relatives, five of which no paper makes, tried on real text at a scale that two CPU cores
@@ -66,7 +66,7 @@ def study_of(name: str) -> Study:
 
 
 def docs() -> str:
-    """docs/studies.md, from the JSON files in `results/`."""
+    """studies/README.md, from the JSON files in `results/`."""
     values = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in (*NAMES, *ENDED)}
     lines = [INTRODUCTION, "| study | verdict | |", "|---|---|---|"]
     for name, each in values.items():
@@ -75,7 +75,7 @@ def docs() -> str:
     for name, each in values.items():
         lines += ["", markdown(each).rstrip()]
         if (RESULTS / f"{name}.png").exists():
-            lines += ["", f"![{name.replace('_', ' ')}](../studies/results/{name}.png)"]
+            lines += ["", f"![{name.replace('_', ' ')}](results/{name}.png)"]
     return "\n".join(lines) + "\n"
 
 

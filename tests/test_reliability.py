@@ -1,4 +1,4 @@
-"""docs/reliability.md is what benchmarks/results says, and says what is not measured."""
+"""dev/reliability.md is what benchmarks/results says, and says what is not measured."""
 
 from __future__ import annotations
 

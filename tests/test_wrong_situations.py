@@ -1,6 +1,6 @@
 """Wrong situations that users get into: one sentence with what to do, an exit code, and no more.
 
-The commands are processes, started as users start them. docs/wrong-situations.md quotes what they say, word for word.
+The commands are processes, started as users start them. docs/troubleshooting.md quotes what they say, word for word.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from diloco.syncer.keys.keyring import Keyring
 DAY, NAMES = dt.timedelta(days=1), [("site-a", "learner"), ("site-b", "learner"), ("site-c", "learner")]
 PYTHON_WORDS = re.compile(r"Traceback|\w+=(…|True|False|None)|Errno|grpc|E\d{4} |I\d{4} ")
 pytestmark = pytest.mark.slow  # each command imports what a user's does
-PAGE = ROOT / "docs" / "wrong-situations.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ terminal of its own.
     python examples/torchft/train.py a
     python examples/torchft/train.py b
 
-`docs/torchft.md` says what happens, and what to set on several machines.
+`docs/integrations.md` says what happens, and what to set on several machines.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The events of a run: the schema of every `events.jsonl`, which `diloco.event_log` writes and reads.
 
 Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and
-`who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind.
+`who` (a learner's name, or "syncer") first. `docs/run-file.md` describes every kind.
 """
 
 from collections import Counter, deque
@@ -440,7 +440,7 @@ class TrafficTotals:
 
 
 class StandingChanged(Event, kind="standing_changed"):
-    """A syncer of a run in a bucket changed its standing (docs/standby.md)."""
+    """A syncer of a run in a bucket changed its standing (docs/recovery.md)."""
 
     standing: str  # waiting, claiming, serving, suspended, fenced, released
     epoch: int  # of the manifest that this syncer has read or written last

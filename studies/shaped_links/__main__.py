@@ -1,6 +1,6 @@
 """Prediction against measurement on shaped links.
 
-    python -m studies.shaped_links     everything, about twenty minutes; writes results and docs/shaped-links.md
+    python -m studies.shaped_links     everything, about twenty minutes; writes results and dev/shaped-links.md
         --quick                        one rate, short runs; prints
         --rate 20mbit --method int4    part of it; prints
         --show                         tables, picture and page again, from the results

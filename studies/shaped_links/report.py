@@ -1,5 +1,5 @@
 """Rows of predictions and measurements, what they come to, and how they are shown: a table, a picture, the page
-docs/shaped-links.md."""
+dev/shaped-links.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from studies.shaped_links.cases import SYNC_EVERY
 
 NAME = "shaped_links"
 RESULTS = Path(__file__).parents[1] / "results"
-PAGE = Path(__file__).parents[2] / "docs" / "shaped-links.md"
+PAGE = Path(__file__).parents[2] / "dev" / "shaped-links.md"
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.10, 0.25
 """What is accepted."""

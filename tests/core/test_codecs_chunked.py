@@ -25,7 +25,7 @@ def random(num_elements: int, seed: int = 0) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
-# Element by element, as docs/wire-formats.md says it. Sums, products, quotients and square roots of fp32 values
+# Element by element, as docs/protocol.md says it. Sums, products, quotients and square roots of fp32 values
 # computed in double and rounded once are what fp32 gives.
 
 

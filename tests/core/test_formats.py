@@ -11,7 +11,7 @@ from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
 from diloco.core.codecs.formats import FAMILIES, wire_format
 from diloco.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "wire-formats.md"
+DOCS = Path(__file__).parents[2] / "docs" / "protocol.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (yes|no) \| (\d+) \| ([\d.]+) \|", re.MULTILINE)
 
 

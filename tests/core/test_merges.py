@@ -477,7 +477,7 @@ def test_what_cannot_be_is_refused(make: object, says: str) -> None:
 
 
 def test_the_page_about_merges_has_them_all_and_its_examples_work() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "merges.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     for kind in (*MERGES, *SCREENS):
         assert f"`{kind.__name__}(" in page, kind
     names: dict[str, object] = {}

@@ -31,6 +31,10 @@ class Block:
 
 def pages() -> list[Path]:
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found += [
+        ROOT / "studies" / "README.md",
+        *(path for path in sorted((ROOT / "dev").glob("*.md")) if path.name != "LOG.md"),
+    ]
     for folder in ("docs", "examples", "templates"):
         found += sorted((ROOT / folder).rglob("*.md"))
     return found

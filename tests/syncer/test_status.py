@@ -286,7 +286,7 @@ def test_shares_are_of_what_was_trained_and_never_round_to_all_or_nothing(syncer
 
 def test_a_share_is_of_as_many_merges_here_and_on_the_page() -> None:
     assert _Seen(1).recent.maxlen == LearnerSummary("a", 0).recent.maxlen == RECENT_MERGES
-    docs = Path(__file__, "../../../docs/watch.md").resolve().read_text(encoding="utf-8")
+    docs = Path(__file__, "../../../docs/operate.md").resolve().read_text(encoding="utf-8")
     assert all(f"the last {RECENT_MERGES} merges" in text for text in (live_page(), docs))
 
 

@@ -12,7 +12,7 @@ import pytest
 from diloco import events as ev
 from diloco.tracking.values import Point, SyncerValues, learner_values, trainer_point
 
-DOCS = Path(__file__).parents[2] / "docs" / "trackers.md"
+DOCS = Path(__file__).parents[2] / "docs" / "operate.md"
 
 METRICS: dict[str, Any] = {
     "learner": "paris", "incarnation": 1, "steps": 40, "tokens": 400, "run_tokens": 800, "versions": [3, 2],

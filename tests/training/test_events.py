@@ -15,7 +15,7 @@ from diloco.event_log import EventLog, read_events
 from diloco.events import Evaluated, Gap, Merged, Sampled, Stepped, event_types
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "events.md"
+DOCS = ROOT / "docs" / "run-file.md"
 
 
 def merged(version: int) -> Merged:
@@ -164,7 +164,7 @@ with EventLog(sys.argv[1], who="a") as log:
 
 
 def test_the_page_about_events_has_every_kind_and_field_and_no_other() -> None:
-    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^#+ `(\w+)`\n(.*?)(?=^##|\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL))
     assert sections.keys() == event_types().keys()
     for kind, cls in event_types().items():
         assert " ".join(sections[kind].split()).startswith(" ".join((cls.__doc__ or "").split())), kind

@@ -1,6 +1,6 @@
 """A `for` loop: what is marked "diloco" is all that a user adds.
 
-    diloco syncer …                                                              docs/two-machines.md
+    diloco syncer …                                                              docs/two-sites.md
     python examples/integrations/plain/train.py HOST:PORT --shard 0              and the same again after a crash
     python examples/integrations/plain/train.py HOST:PORT --shard 1
 

@@ -1,6 +1,6 @@
 """A torchtitan job: what is marked "diloco" is all that a user adds.
 
-    diloco syncer …                                                              docs/two-machines.md
+    diloco syncer …                                                              docs/two-sites.md
     torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 0     and the same again after a crash
     torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 1
 

@@ -1,1 +1,1 @@
-"""Held-out loss and task scores of exported models, with confidence intervals (docs/evaluate.md)."""
+"""Held-out loss and task scores of exported models, with confidence intervals (docs/your-model.md)."""

@@ -120,7 +120,7 @@ def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[
 # --- files for lm-eval
 
 # JSON is valid YAML with all necessary quotes. A choice follows its context without a space.
-_TASK = """# Described in docs/evaluate.md.
+_TASK = """# Described in docs/your-model.md.
 task: {name}
 dataset_path: json
 dataset_kwargs:

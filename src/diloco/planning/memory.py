@@ -3,7 +3,7 @@
 A learner's is that of all its ranks together, with fp32 parameters and AdamW. Not in it: activations, staging buffers,
 error feedback, which takes as much as the anchors, and what does not grow with the model. In flight are the fragments
 whose sends are at most τ steps apart. Of each, the device has a snapshot, later the new value, and the host the encoded
-contribution, later the update and the value that it makes (docs/gpu.md, docs/islands.md).
+contribution, later the update and the value that it makes (docs/islands.md).
 
 The syncer has of every fragment the value, the outer momentum and, where updates are lossy, their residual and the
 newest update; and a second value of the fragment that closes. `python -m benchmarks.memory` measures 2 to 5 % more.

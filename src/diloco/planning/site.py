@@ -1,6 +1,6 @@
 """The site file: sites with their accelerators, links, prices and failures.
 
-One TOML file, read without torch; `docs/site-file.md` lists every key. Quantities have units in the file and base units
+One TOML file, read without torch; `docs/adviser.md` lists every key. Quantities have units in the file and base units
 in memory (bit/s, s, bytes, USD per byte or s). Learners, network and outages are derived from it. The adviser and
 simulations read the same file; `diloco plan measure` extends it.
 """

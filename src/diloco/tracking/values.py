@@ -1,4 +1,4 @@
-"""Converts events and counters of a run to named numbers; docs/trackers.md lists the names.
+"""Converts events and counters of a run to named numbers; docs/operate.md lists the names.
 
 The same events give the same points: nothing here reads a clock or a file.
 """
@@ -21,7 +21,7 @@ class Point:
     Attributes:
         step: inner steps, of the run at its syncer, of the learner at a learner.
         t: Unix time in seconds.
-        values: by the names of docs/trackers.md.
+        values: by the names of docs/operate.md.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Wire codecs: fp32 vectors as bytes of an exactly known size. The formats are written down in docs/wire-formats.md.
+"""Wire codecs: fp32 vectors as bytes of an exactly known size. The formats are written down in docs/protocol.md.
 
 The names and sizes of the formats (`core.codecs.formats`) do not need torch, so the codecs themselves are imported at
 their first use (PEP 562).

@@ -1,7 +1,7 @@
 """Wire formats by name, and their sizes in bytes: the part of the codecs that does not need torch.
 
 A codec is one line of `FAMILIES` and one file in `core/codecs/`, which encodes and decodes; planner and codecs take
-sizes from here. docs/wire-formats.md describes the bytes.
+sizes from here. docs/protocol.md describes the bytes.
 """
 
 import difflib
