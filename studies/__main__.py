@@ -40,20 +40,28 @@ ENDED = ("healing",)
 DOCS = Path(__file__).parents[1] / "studies" / "README.md"
 INTRODUCTION = """# Studies
 
-Claims about DiLoCo and its relatives, five of which no paper makes, tried on real text at a scale that two CPU cores
-can carry. `python -m studies` lists them, `python -m studies.learners` runs one again; runs that are in
-`studies/cache/` are not made twice. A study of what the package no longer has comes last, with the commit that made it.
+Claims about DiLoCo and its relatives, tried on real text at a scale that two CPU cores can carry. Papers make eleven of
+them; five are our own. [Results](../docs/results.md) is the summary, [Methods](../docs/methods.md) says what follows
+for a run.
 
-Every study trains a byte-level decoder of 165 thousand parameters on the source of Python's standard library: 600 inner
-steps of 1,024 tokens over all learners, AdamW at 4e-3 with warm-up and a cosine, after a warm start of the first
-quarter on one model unless it says otherwise. The learners are `diloco.Learner`s in one process and in virtual time;
-the global model is what is evaluated. Both controls see the same data in the same order: **data parallel** is one model
-on the full batch, the **isolated** learner has a learner's share of every batch and no one to talk to. Gaps are means
-of differences between runs of the same seed, with their standard error; less than 0.01 is a tie. Outer settings are
-chosen on another part of the held-out text with another seed. The verdict follows the rule that each study names: what
-it asks for holds, or does not, where all of the 95 % interval of the paired difference (Student's t; in brackets) is on
-one side; else the study is undecided. A paper's claim is reproduced or not, what no paper claims is found or not. All
-of it is for this scale: a model of this size, few rounds and a high inner learning rate are not those of the papers.
+`python -m studies` lists the studies, `python -m studies.learners` runs one again; runs that are in `studies/cache/`
+are not repeated. The last study is of a feature that the package no longer has; it names the commit that made it.
+
+**What is trained.** A byte-level decoder of 165 thousand parameters on the source of Python's standard library: 600
+inner steps of 1,024 tokens over all learners, AdamW at 4e-3 with warm-up and a cosine. Unless a study says otherwise,
+the first quarter of the steps is a warm start on one model. The learners are `diloco.Learner`s in one process and in
+virtual time. The global model is evaluated.
+
+**Controls.** Both see the same data in the same order. **Data parallel** is one model on the full batch. The
+**isolated** learner has a learner's share of every batch and never communicates.
+
+**Gaps** are means of differences between runs of the same seed, with their standard error; less than 0.01 is a tie.
+Outer settings are chosen on another part of the held-out text with another seed.
+
+**Verdicts** follow the rule that each study names. A claim holds, or does not, where all of the 95 % interval of the
+paired difference (Student's t; in brackets) is on one side; else the study is undecided. A paper's claim is
+"reproduced" or not; another claim is "found here" or not. All verdicts are for this scale: such a small model, few
+rounds and a high inner learning rate are not those of the papers.
 
 This page is written by `python -m studies all --show`.
 """
