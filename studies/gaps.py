@@ -10,7 +10,7 @@ from dataclasses import dataclass
 TIE = 0.01
 """Nats per byte: pairs scatter by about half of it at this scale."""
 
-STUDENT = {2: 12.706, 3: 4.303}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Half of a 95 % interval ÷ the standard error, for this many pairs (Student's t)."""
 
 Holds = bool | None

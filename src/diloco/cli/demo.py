@@ -24,7 +24,9 @@ def command(
     directory: Annotated[Path, typer.Option("--dir", help="Output directory; replaces an earlier demo.")] = Path(
         "runs/demo"
     ),
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute: fewer steps, no isolated learner.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About 90 s on two cores: fewer steps, no isolated learner.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the model and the data order.")] = 0,
     opens: Annotated[
         bool | None,
