@@ -23,7 +23,7 @@ PREPARATIONS: dict[Name, Preparation] = {
     ("docs/integrations.md", "from diloco.integrations.lightning"): preparing.with_lightning,
     ("docs/islands.md", "mesh ="): preparing.with_ranks,
     ("docs/islands.md", "from torch.distributed.fsdp"): preparing.with_fsdp1,
-    ("docs/learner.md", "learner ="): preparing.with_buffers,
+    ("docs/learner.md", "learner = diloco.Learner(model"): preparing.with_buffers,
     ("docs/learner.md", "chosen ="): preparing.with_named_buffers,
     ("docs/learner.md", "model = peft"): preparing.with_an_adapter,
     ("docs/integrations.md", "from diloco"): preparing.with_a_lighthouse,
