@@ -26,7 +26,7 @@ PREPARATIONS: dict[Name, Preparation] = {
     ("docs/learner.md", "learner = diloco.Learner(model"): preparing.with_buffers,
     ("docs/learner.md", "chosen ="): preparing.with_named_buffers,
     ("docs/learner.md", "model = peft"): preparing.with_an_adapter,
-    ("docs/integrations.md", "from diloco"): preparing.with_a_lighthouse,
+    ("docs/integrations.md", "from diloco.exchange.torchft"): preparing.with_a_lighthouse,
     ("docs/operate.md", "from diloco"): preparing.with_wandb,
     ("docs/operate.md", "learner.log"): preparing.with_a_learner,
     ("docs/your-model.md", "from safetensors.torch import load_file"): preparing.with_a_learner,
