@@ -1,4 +1,4 @@
-"""What dev/reliability.md says, from the results that `benchmarks.reliability` keeps."""
+"""The text of dev/reliability.md, from the results that `benchmarks.reliability` keeps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ STORE_SINCE = "2026-11-27"
 INTRODUCTION = """\
 # Reliability
 
-What was tried against a run, and what became of it. This page is written by `python -m benchmarks.reliability` from the
-numbers in `benchmarks/results/`, which the commands named below have left there; what has no number is not measured.
-Survived: versions were published after the fault, and in the end every learner merged again. Times are of one machine
-with what else ran on it that day.
+Faults that were injected into runs, and their results. `python -m benchmarks.reliability` writes this page from the
+numbers in `benchmarks/results/`, which the commands below have left there. A fault is survived if versions were
+published after it, and in the end every learner was in merges again. Times are of one machine, which other work shared.
 """
 
 
@@ -83,9 +82,7 @@ def _failed(storms: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> s
 
 def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
     return (
-        (NOT_MEASURED, "`make fuzz`")
-        if fuzz is None
-        else (f"{fuzz['tried']:,}", f"{fuzz['found']} ways to break a reader")
+        (NOT_MEASURED, "`make fuzz`") if fuzz is None else (f"{fuzz['tried']:,}", f"{fuzz['found']} defects of readers")
     )
 
 
@@ -123,9 +120,9 @@ def _real(runs: Sequence[dict[str, Any]]) -> str:
     )
     return f"""## Real faults
 
-`python -m benchmarks.reliability chaos SEED --minutes M`, a run of `make chaos`. Goodput: tokens merged a second,
-against the stretch of the same run without faults. All processes share one machine, and a learner's start takes
-seconds of its processor time. What must hold after a run:
+`python -m benchmarks.reliability chaos SEED --minutes M`, a run of `make chaos`. Goodput is tokens merged per second,
+as a ratio to the part of the same run without faults. All processes share one machine, and a learner's start takes
+seconds of its processor time. The invariants after a run:
 
 {_invariants()}
 
@@ -137,10 +134,10 @@ def _shared(runs: Sequence[dict[str, Any]]) -> str:
     head = """## Two syncers
 
 `python -m benchmarks.reliability standby SEED --faults K`, a run of `tests.chaos.standby`: two syncers as processes, a
-bucket server, and two learners, which train through all of it. After each fault one syncer serves, the other one waits,
-and a version is published. In the end no version is lost, none was published twice, each epoch was served by one
-syncer, no learner was evicted, and each has the very bits of a run in one process; a run in which one of these does not
-hold has no result. Faults "with requests" come with requests that the bucket refuses, or executes without an answer.
+bucket server, and two learners that train throughout. After each fault one syncer serves, the other one waits, and a
+version is published. At the end no version is lost, none was published twice, one syncer served each epoch, no learner
+was evicted, and each learner has the bits of a run in one process. A run in which one of these does not hold has no
+result. During faults "with requests", the bucket also refuses requests, or executes them without an answer.
 """
     if not runs:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -161,7 +158,7 @@ hold has no result. Faults "with requests" come with requests that the bucket re
     return f"""{head}
 {_table(("seed", "faults", "for", "versions", "lost", "epochs"), each)}
 {_table(("fault", "what is done", "tried", "with requests"), rows)}
-From the fault until the standby serves, with a lease of {leases}, whatever else was wrong:
+Time from the fault until the standby serves, with a lease of {leases}, with and without further faults:
 
 {_table(("takeover after", "times", "median", "worst"), taken)}"""
 
@@ -171,9 +168,9 @@ def _roles(runs: Sequence[dict[str, Any]]) -> str:
 
 `python -m benchmarks.reliability roles SEED --faults K`, a run of `tests.chaos.roles`: a syncer, two trainers, two
 rollout workers and two reward workers as processes, with a tiny model. Faults come one after the other, or two at once.
-After each, the acknowledged groups are exactly those in one state, as one status has them, no count is lower than
-before, more groups are merged, each process that was hit works again, and none has ended by itself. Freezes are shorter
-or longer than `lost_floor_s`, after which a silent worker is given up.
+After each fault, every acknowledged group is in exactly one state in one status, no count is lower than before, more
+groups are merged, each process that was hit works again, and none has ended by itself. Freezes are shorter or longer
+than `lost_floor_s`, after which the syncer drops a silent worker.
 """
     if not runs:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -191,16 +188,16 @@ or longer than `lost_floor_s`, after which a silent worker is given up.
     return f"""{head}
 {_table(("seed", "faults", "for", "versions", "groups", *ENDS, "violations"), each)}
 {_table(("fault", *roles), [(kind, *(num[role] for role in roles)) for kind, num in tried.items()])}
-From the end of a strike until all processes that were hit work again: median {median(waits):.1f} s, worst
-{waits[-1]:.1f} s, with the start of Python and torch.
+Time from the end of a fault until all processes that were hit work again, including the start of Python and torch:
+median {median(waits):.1f} s, worst {waits[-1]:.1f} s.
 """
 
 
 def _groups(runs: Sequence[dict[str, Any]]) -> str:
     num, events, failed = (sum(run[key] for run in runs) for key in ("storms", "events", "failed"))
     found = f"{num:,} storms with {events:,} events, {failed} failed" if num else NOT_MEASURED
-    return f"""`python -m benchmarks.reliability groups FIRST-LAST`, storms of the groups' machine alone
-(`tests.protocol.group_storms`); after each event all groups are counted: {found}.
+    return f"""`python -m benchmarks.reliability groups FIRST-LAST`, storms of the state machine of groups alone
+(`tests.protocol.group_storms`), which count all groups after each event: {found}.
 """
 
 
@@ -227,8 +224,8 @@ def _virtual(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> st
     ]  # fmt: skip
     return f"""## Virtual time
 
-`python -m benchmarks.reliability storms FIRST-LAST`: whole runs of the same driver, sessions and state machines, each
-with a method, learners and up to six faults drawn from its seed, and every event looked at.
+`python -m benchmarks.reliability storms FIRST-LAST`: whole runs of the same driver, sessions and state machines in
+virtual time, each with a method, learners and up to six faults drawn from its seed. Every event is checked.
 
 {_table(("seeds", "runs", "runs a second", "processes", "failed"), each)}
 {_again(runs, again)}
@@ -243,7 +240,7 @@ def _again(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
     still = ", ".join(map(str, again["failed"]))
     return (
         f"`python -m benchmarks.reliability again`: of the {len(failed)} that failed, {len(again['failed'])} "
-        f"{f'({still}) ' if still else ''}fail on its commit, below."
+        f"{f'({still}) ' if still else ''}fail on the commit of `again` in the last table."
     )
 
 
@@ -282,10 +279,10 @@ def _recovery(runs: Sequence[dict[str, Any]]) -> str:
         rows.append((what, num, median, f"{max(each['worst'] for each in found):.2f} s" if num else "", due))
     bounds = [run["survivor_bound_s"] for run in runs if run["survivor_bound_s"] is not None]
     bound = f"The bound of a survivor's next version was {min(bounds):.2f} to {max(bounds):.2f} s." if bounds else ""
-    return f"""## Time to come back
+    return f"""## Recovery times
 
-From the same runs, where nothing else hit the process meanwhile; the median is that of the runs'
-medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
+From the runs of chaos, if nothing else hit the process meanwhile. The median is over the runs' medians, each counted as
+often as it was measured. The start of a process includes that of Python and torch. {bound}
 
 {_table(("", "times", "median", "worst", "goal"), rows)}"""
 
@@ -293,9 +290,9 @@ medians, each counted as often as it was measured. A process's start includes Py
 def _restart(rows: Sequence[dict[str, Any]] | None) -> str:
     head = """## A syncer's restart
 
-`python -m benchmarks.reliability restart`: `kill -9`, the files' pages dropped from the system's cache, and a start,
-until a viewer has its answer, and until a whole model has been fetched. Sizes in fp32. The first line is the start-up
-of Python and torch; goal: 2 s per GB beyond it.
+`python -m benchmarks.reliability restart`: the time from a start, after `kill -9` and with the files out of the
+system's cache, until a viewer has its answer, and until a whole model is fetched. Sizes are in fp32. The first line is
+the start-up of Python and torch; the goal is 2 s per GB beyond it.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -324,35 +321,36 @@ BLOCKED = {
 
 
 def _stopping(rows: Sequence[dict[str, Any]] | None) -> str:
-    head = """## A blocked learner that is told to stop
+    head = """## Stopping a blocked learner
 
-`python -m benchmarks.reliability stopping`: SIGTERM to a `diloco train` that is blocked, until the checkpoint of its
-last step has its final name, and until its process has ended (Python and torch included). Goal: 1 s for the checkpoint
-and the end.
+`python -m benchmarks.reliability stopping`: the time from SIGTERM to a blocked `diloco train` until the checkpoint of
+its last step has its final name, and until its process has ended. The goal is 1 s for both.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
     keys = ("saved_s", "saved_worst_s", "gone_s", "gone_worst_s")
     table = [(BLOCKED[row["place"]], row["times"], *(f"{row[key]:.2f} s" for key in keys)) for row in rows]
-    heads = ("it waits for", "times", "saved after (median)", "worst", "gone after (median)", "worst")
+    heads = ("it waits for", "times", "saved after (median)", "worst", "ended after (median)", "worst")
     return f"{head}\n{_table(heads, table)}"
 
 
 def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
     head = """## Hostile senders
 
-`python -m benchmarks.reliability floods`: a sender tries ten times what brought a syncer down or to gigabytes once,
-beside a run of two learners, at a syncer that is reached directly and at one behind HAProxy as
-[templates/haproxy](../templates/haproxy/haproxy.cfg) has it. What it reached stands beside what it tried: the most that
-was open at a time, what was sent, and how many of the connections that it dialled were ended. It has an address of its
-own, which the proxy counts by (`python -m benchmarks.floods --same-address` is not measured). The noise is by how much
-two windows without a flood differ; the processor's time is the syncer's, in seconds a second, under the flood and
-without it, and the proxy's under it; handles are the syncer's at most.
+`python -m benchmarks.reliability floods`: a sender tries ten times the load that once stopped a syncer or took
+gigabytes of its memory, beside a run of two learners. The syncer is reached directly, or behind HAProxy configured as
+in [templates/haproxy](../templates/haproxy/haproxy.cfg). The sender has an address of its own, by which the proxy
+counts (`python -m benchmarks.floods --same-address` is not measured).
 
-Goals behind the proxy, for a sender without a certificate: 2 % of the goodput, within the noise, and 200 MB. One with a
-certificate passes the proxy, and takes what processor its link lets it: of headers without an end gRPC reads whatever
-comes ([security.md](../docs/security.md#what-a-flood-can-take)). Here the sender has no link in between, and it, the proxy and
-the syncer share one of two processors with other work, so that its own time is taken from the syncer's too.
+The table has what the sender tried and what it reached: the most that was open at a time, the bytes sent, and how many
+of the dialled connections were ended. Noise is the difference of two windows without a flood. "processor" is the
+syncer's processor time in seconds per second, under the flood and (without it); "proxy's" is the proxy's under the
+flood. Handles are the syncer's maximum.
+
+The goals behind the proxy, for a sender without a certificate, are a loss of at most 2 % of the goodput, within the
+noise, and 200 MB. A sender with a certificate passes the proxy and takes processor time as its link allows: gRPC reads
+headers without an end ([security](../docs/security.md#what-a-flood-can-take)). Here no link is in between, and the
+sender shares two cores with the proxy, the syncer and other work, so it takes time from the syncer too.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -378,9 +376,9 @@ def _reached(outcome: dict[str, Any]) -> tuple[str, ...]:
 def _control(result: dict[str, Any] | None) -> str:
     head = """## Control beside bulk
 
-`python -m benchmarks.reliability control`: heartbeats of real learners, over a link between two network namespaces that
-their contributions and updates fill in both directions, and over the same link without those. Times are from a
-heartbeat to its answer. Goal: shorter than the lost deadline, and no eviction.
+`python -m benchmarks.reliability control`: the time from a heartbeat of a real learner to its answer, over a link
+between two network namespaces, while contributions and updates fill it in both directions, and without them. The goals
+are answers within the lost deadline and no eviction.
 """
     if result is None:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -405,15 +403,15 @@ def _others(results: dict[str, Any]) -> str:
     number = f"{sum(resumed):,} bytes" if resumed else NOT_MEASURED
     return f"""## Transfers
 
-Bytes of cut transfers that were resumed rather than sent again, in these runs of chaos: {number}.
+Bytes of cut transfers that were resumed and not sent again, in the runs of chaos: {number}.
 """
 
 
 def _made(made: Sequence[Sequence[str]]) -> str:
     rows = [(*each, "the present one" if each[-1] >= STORE_SINCE else "an earlier one") for each in made]
-    return f"""## What was measured when
+    return f"""## Commits and dates
 
-Files of benchmarks/results, each with the commit that was measured. With an earlier store,
-its faults and repairs, restarts of the syncer and the fuzzing of its files say nothing about the present one.
+The files of `benchmarks/results`, each with the measured commit. Results with an earlier store say nothing about the
+present store: neither its faults and repairs, nor restarts of the syncer, nor the fuzzing of its files.
 
 {_table(("result", "commit", "day", "store"), rows)}"""

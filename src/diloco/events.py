@@ -45,7 +45,7 @@ class Gap(Event, kind="gap"):
 
 
 class RunStarted(Event, kind="run_started"):
-    """A trainer began (or resumed) its part of a run."""
+    """A trainer began, or resumed, its part of a run."""
 
     run: str
     learners: int  # planned number of learners
@@ -69,13 +69,13 @@ class Stepped(Event, kind="step"):
 
 
 class Routed(Event, kind="routed"):
-    """The load of the experts of a mixture since the previous such event, where tokens were trained."""
+    """The load of a mixture's experts in training, since the previous such event."""
 
     step: int
     blocks: tuple[str, ...]  # of the model, in its order
     tokens: tuple[tuple[int, ...], ...]  # routed to each expert, by block
     entropy: tuple[float, ...]  # of the softmax of the router's logits, by block: mean over tokens, nats
-    not_held: int = 0  # experts that the learner does not hold, so that none of its tokens go there
+    not_held: int = 0  # experts that it does not hold; none of its tokens are routed to them
 
 
 class Evaluated(Event, kind="evaluated"):
@@ -86,7 +86,7 @@ class Evaluated(Event, kind="evaluated"):
     loss: float  # nats per token
     num_sequences: int
     versions: tuple[int, ...] = ()
-    of_part: bool = False  # of the part of the global model that the learner holds, whose routers have no other experts
+    of_part: bool = False  # only of the part of the global model that the learner holds
 
 
 class Sampled(Event, kind="sampled"):
@@ -98,7 +98,7 @@ class Sampled(Event, kind="sampled"):
 
 
 class Adopted(Event, kind="adopted"):
-    """A learner adopted a new version of a fragment, or the version that the run went back to."""
+    """A learner adopted a new version of a fragment, or the version to which the run went back."""
 
     step: int
     fragment: int
@@ -107,7 +107,7 @@ class Adopted(Event, kind="adopted"):
 
 
 class Waited(Event, kind="waited"):
-    """The training thread waited for updates that were due, since the last such event."""
+    """The time that the training thread waited for due updates, since the previous such event."""
 
     step: int
     seconds: float
@@ -196,9 +196,9 @@ class Steered(Event, kind="steered"):
 
 
 class Refused(Event, kind="refused"):
-    """A call was refused because of its sender, its data or its request.
+    """The syncer refused a call because of its sender, its data or its request.
 
-    The first refusal of a sender has an event, and later ones have at most one event a minute, of the newest.
+    The first refusal of a sender has an event. Later ones have at most one event a minute, for the newest.
     """
 
     call: str
@@ -291,7 +291,7 @@ class Progress(Event, kind="progress"):
     learners: dict[str, LearnerProgress]
     ledger: dict[str, int] = Field(default_factory=dict)  # tokens by fate, summed over fragments
     run_id: str = ""  # drawn at the initialisation of the run
-    num_experts: int = 0  # of the mixture that the model is; 0: it is none
+    num_experts: int = 0  # of a mixture; 0: the model is none
     untrained: tuple[tuple[int, int], ...] = ()  # experts that no live learner trains, as (first, stop) of each range
     groups: GroupsProgress | None = None  # of reinforcement learning
 
@@ -341,7 +341,7 @@ class Rejected(Event, kind="rejected"):
 class Merged(Event, kind="merged"):
     """Contributions were merged and the outer step was taken.
 
-    The version is not durable yet: a syncer that is killed before it is published merges the round again.
+    The version is not durable yet: a syncer that is killed before `published` merges the round again.
     """
 
     fragment: int
@@ -440,7 +440,7 @@ class TrafficTotals:
 
 
 class StandingChanged(Event, kind="standing_changed"):
-    """A syncer of a run in a bucket changed its standing (docs/recovery.md)."""
+    """A syncer of a run in a bucket changed its standing."""
 
     standing: str  # waiting, claiming, serving, suspended, fenced, released
     epoch: int  # of the manifest that this syncer has read or written last
@@ -457,7 +457,7 @@ class Copied(Event, kind="copied"):
 
 
 class CopyRefused(Event, kind="copy_refused"):
-    """The run could not be copied. It continues, and the copy is made at its next time."""
+    """The run could not be copied. It continues, and the next copy is tried on schedule."""
 
     place: str
     error: str

@@ -2,7 +2,7 @@
 pinned memory and on streams beside the training's.
 
 Anchors and residuals stay on the host. A displacement is encoded run by run, on the host while a run is in a core's
-cache. On a device a run's anchor and residual are copied to it, its payload and new residual back. docs/islands.md gives
+cache. On a device a run's anchor and residual are copied to it, its payload and new residual back. docs/islands.md has
 the reasons.
 """
 
