@@ -365,6 +365,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look in")
 def test_processes_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", QUICK, seed=0) as config:
@@ -411,6 +412,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     """The whole story with real processes, with the syncer and the learner that initialised the run killed by
@@ -525,11 +527,13 @@ def test_the_quick_demo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_quick_demo_over_a_bucket(tmp_path: Path) -> None:
+def test_a_tiny_demo_over_a_bucket(tmp_path: Path) -> None:
     """The standby takes over from the killed syncer, with its versions and its members; the first one waits then."""
-    command = [sys.executable, "-m", "diloco", "demo", "--quick", "--store", "bucket", "--json"]
-    done = subprocess.run([*command, "--dir", str(tmp_path / "demo")], check=True, capture_output=True)
-    summary = json.loads(done.stdout)
+    with bucket_server.serving("demo") as (port, bucket):
+        url = f"s3://demo/run?endpoint=http://127.0.0.1:{port}"
+        plan = Plan(steps=120, kill_after=0.3, isolated=False, sync_every=10, held_out=32, bucket=url)
+        with prepared(tmp_path / "demo", plan, 0) as config:
+            summary = summarise(tell(config, plan, lambda *_: None), bucket)
     assert [(kill["name"], kill["by"]) for kill in summary["kills"]] == [("syncer", "standby")]
     assert summary["versions_lost"] == 0 < summary["versions"]
     assert summary["bucket_bytes"] > 0

@@ -121,6 +121,7 @@ def test_a_missing_library_is_one_sentence(capfd: pytest.CaptureFixture[str], mo
     assert capfd.readouterr().err == "diloco: the demo needs reasoning_gym; pip install 'diloco[demo,rl]'\n"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_tiny_demo_kills_a_rollout_worker_and_accounts_for_every_group(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -209,7 +209,7 @@ def attach(those: Machines) -> None:
 @pytest.mark.parametrize(
     ("page", "run_file"),
     [
-        (five_minutes, "examples/start/run.toml"),
+        pytest.param(five_minutes, "examples/start/run.toml", marks=pytest.mark.slow),
         pytest.param(five_minutes_with_keys, "examples/start/run.toml", marks=pytest.mark.slow),
         pytest.param(readme, "run.toml", marks=pytest.mark.slow),
         pytest.param(attach, "run.toml", marks=pytest.mark.slow),

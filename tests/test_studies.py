@@ -3,6 +3,7 @@ studies` to say."""
 
 import json
 import random
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from studies import __main__ as command
-from studies import arms, experts, report, train, world
+from studies import arms, experts, headline, report, train, world
 from studies.arms import DIVERGED, Arm, Outcome, cached, outcome
 from studies.gaps import Gap, Gaps, Holds, below, every, opposite
 from studies.report import NotChosenError, Row, Study
@@ -284,6 +285,40 @@ def test_half_of_the_contributions_lost_are_judged_by_their_interval(scatter: fl
 
 def test_the_page_of_all_studies_is_up_to_date() -> None:
     assert command.DOCS.read_text() == command.docs()
+
+
+def test_pages_quote_the_measured_figures() -> None:
+    kept = json.loads(headline.FILE.read_text())
+    for page, text in headline.pages(kept).items():
+        assert page.read_text() == text, f"{page.name}: run python -m studies.headline"
+    quoted = re.search(
+        r"gap grows: (\S+) % at two, (\S+) % at four, (\S+) % at eight", headline.SENTENCES[0].read_text()
+    )
+    assert quoted is not None
+    assert all(f"({each} %)" in headline.table(kept) for each in quoted.groups())
+    [seconds] = re.findall(r"About (\d+) s on two cores", (headline.ROOT / "src/diloco/cli/demo.py").read_text())
+    assert (
+        min(each["seconds"] for each in kept["runs"]) - 15
+        < int(seconds)
+        < max(each["seconds"] for each in kept["runs"]) + 15
+    )
+
+
+def test_the_figures_are_of_the_runs() -> None:
+    runs = [
+        {
+            "seed": seed,
+            "parameters": 1000,
+            "bytes_ratio": 40.0 + seed,
+            "loss_gap_percent": 1.0 + seed,
+            "recovery_s": 5.0 + seed,
+            "seconds": 80.0,
+        }
+        for seed in range(3)
+    ]
+    found = headline.figures({"runs": runs})
+    assert (found["ratio"], found["recovery_s"], found["seconds"]) == ("41", "6.0 [5.0, 7.0]", "80 [80, 80]")
+    assert found["gap"] == "2.0 % higher [-0.5, +4.5]"  # 2 ± 4.303 / √3
 
 
 # ------------------------------------------------------------------------------------------------------------ experts

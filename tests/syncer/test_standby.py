@@ -155,6 +155,7 @@ def test_a_first_that_sleeps_in_the_middle_of_a_swap_is_refused(world: World, un
     assert world.pair.manifest().epoch == 2
 
 
+@pytest.mark.slow
 def test_a_first_that_does_not_reach_the_bucket_is_suspended_and_its_learners_go_to_the_standby(
     world: World, undisturbed: Any
 ) -> None:
@@ -250,6 +251,7 @@ def test_learners_that_do_not_reach_the_first_are_evicted_and_go_on_once_the_sta
         pair.check()
 
 
+@pytest.mark.slow
 def test_all_learners_fail_together_with_the_first(tmp_path: Path) -> None:
     """The standby serves a run that no learner is in; one that comes back goes on from the last version."""
     given = method(codec="e3m0").for_fragment(0)
@@ -317,6 +319,7 @@ def test_without_its_bucket_a_run_publishes_nothing_and_goes_on_when_it_returns(
     world.end(undisturbed, serves)
 
 
+@pytest.mark.slow
 def test_a_clean_stop_gives_the_run_up_at_once(tmp_path: Path) -> None:
     """The lease is longer than the test."""
     with Pair(tmp_path, lease_s=3600.0) as pair:
@@ -354,6 +357,7 @@ def test_of_two_that_are_started_again_and_know_nothing_one_serves_after_the_lea
         assert pair.manifest().epoch == 2
 
 
+@pytest.mark.slow
 def test_promotion_by_hand(world: World, undisturbed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """While the first works; then back, while the one that serves is cut off from the bucket."""
     with pytest.raises(SystemExit) as refused:

@@ -120,7 +120,7 @@ def assert_near(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "cut"),
     [
-        ("deepseek_v3", 2, ()),
+        pytest.param("deepseek_v3", 2, (), marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 4, (APART,), marks=pytest.mark.slow),
         pytest.param("mixtral", 2, (APART,), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, (), marks=pytest.mark.slow),

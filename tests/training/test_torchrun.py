@@ -127,6 +127,7 @@ def run_pair(config: RunConfig) -> list[Summary]:
     return diloco.run_local(life, learners=2)
 
 
+@pytest.mark.slow
 def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny, tmp_path: Path) -> None:
     overrides = (
         DILOCO_6,
@@ -185,6 +186,7 @@ def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
     return phase(method_from_table(config.method), range(7, steps + 1))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: Path) -> None:
     overrides = ("warm_start.steps=6", "checkpoint.every_steps=6", "checkpoint.keep=9", DILOCO_6)
     config = tiny(*overrides, "data.shared_fraction=0.25")
