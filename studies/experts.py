@@ -1,5 +1,5 @@
 """A mixture of eight experts over four islands that train, or hold, all of its experts, half of them, or a quarter each.
-Writes the tables of docs/experts.md.
+Writes the tables of studies/experts.md.
 
 python -m studies.experts                      train what is missing in results/experts.json, then write the table
 python -m studies.experts --data DIR           on the files *.txt of a directory, not the source of Python's library
@@ -60,7 +60,7 @@ from diloco.training.expert_part import part_of, part_state
 from diloco.training.model import build_model
 from studies.pages import filled
 
-PAGE = Path(__file__).parents[1] / "docs" / "experts.md"
+PAGE = Path(__file__).parent / "experts.md"
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 SEEDS, PILOT_SEED = (0, 1, 2, 3, 4), 100
 ISLANDS, BATCH, SEQUENCE = 4, 8, 64  # BATCH: sequences in an inner step of one island

@@ -1,4 +1,4 @@
-"""The published goodput table beside the planner's formula and its simulation. Writes the tables of docs/planning.md.
+"""The published goodput table beside the planner's formula and its simulation. Writes tables of studies/published.md.
 
 python -m studies.goodput
 """
@@ -13,7 +13,7 @@ from typing import get_args
 from diloco.planning.goodput import Fleet, Goodput, LearnerSpeeds, Mode, simulate
 from studies.pages import filled
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parent / "published.md"
 
 CHIPS = (150_000, 600_000, 1_200_000, 2_400_000)
 PUBLISHED: dict[tuple[Mode, int], tuple[int, ...]] = {

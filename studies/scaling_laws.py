@@ -1,4 +1,4 @@
-"""The published losses beside the published fits. Writes a table of docs/planning.md.
+"""The published losses beside the published fits. Writes tables of studies/published.md.
 
 python -m studies.scaling_laws
 """
@@ -13,7 +13,7 @@ from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS
 from diloco.planning.training_time import NETWORKS, TrainingPlan, wall_clock
 from studies.pages import filled
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parent / "published.md"
 SIZES = [(size, row) for size, row in LOSSES.items() if size != min(LOSSES)]  # that one is this project's own
 
 

@@ -1,5 +1,5 @@
 """Five methods at equal tokens, by held-out loss and by tasks that a small model learns. Writes the table of
-docs/your-model.md.
+studies/tasks.md.
 
 python -m studies.tasks              train what is missing in results/tasks.json, then write the table
 python -m studies.tasks --jobs 2     two seeds at a time, one thread each
@@ -48,7 +48,7 @@ from diloco.training.model import build_model
 from studies.arms import in_flight_at_the_end
 from studies.pages import filled
 
-PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
+PAGE = Path(__file__).parent / "tasks.md"
 RESULTS = Path(__file__).parent / "results" / "tasks.json"
 SEEDS = (0, 1, 2, 3)
 STEPS, WARM, WARMUP = 1200, 300, 50

@@ -1,5 +1,5 @@
-"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes the tables of
-docs/planning.md.
+"""The papers' tables of bandwidth for a compute utilisation, beside what the planner says. Writes tables of
+studies/published.md.
 
 python -m studies.utilization
 """
@@ -15,7 +15,7 @@ from diloco.planning.units import significant
 from studies.pages import filled
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parent / "published.md"
 
 
 def same_convention(row: Row) -> list[str]:

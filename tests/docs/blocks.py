@@ -32,7 +32,7 @@ class Block:
 def pages() -> list[Path]:
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     found += [
-        ROOT / "studies" / "README.md",
+        *sorted((ROOT / "studies").glob("*.md")),
         *(path for path in sorted((ROOT / "dev").glob("*.md")) if path.name != "LOG.md"),
     ]
     for folder in ("docs", "examples", "templates"):

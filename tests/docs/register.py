@@ -62,6 +62,14 @@ NOT_EXECUTED: dict[Name, str] = {
 
 PRINTED: dict[Name, tuple[int, str]] = {
     ("docs/adviser.md", "4 learners"): (120, "plan advise examples/site.toml"),
+    ("docs/planning.md", "1b, Streaming"): (
+        120,
+        "plan utilization --model 1b --method streaming --overlap 1 --codec e3m0",
+    ),
+    ("docs/planning.md", "64 chips"): (
+        120,
+        "plan goodput --chips 64 --learners 8 --no-elastic-learners --mtbi 200d --repair 4h --up 10min --step 1s",
+    ),
 }
 """Text that a command of `diloco` prints, word for word, in a terminal of so many columns."""
 

@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md are those that their commands make."""
+"""The tables of studies/published.md are those that their commands make."""
 
 import pytest
 from studies import utilization

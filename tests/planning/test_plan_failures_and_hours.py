@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from studies import goodput as study
-from studies import scaling_laws
 from tests.figures import figures_in
 
 from diloco.cli import main
@@ -153,11 +152,14 @@ def test_scaling_says_what_was_not_measured(call: Call, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["loss.html"]
 
 
-@pytest.mark.parametrize("page", [study.PAGE, scaling_laws.PAGE], ids=lambda path: path.name)
-def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kinds", "number"), [("goodput", 3), ("wallclock|scaling", 3)])
+def test_the_commands_of_the_page_run(
+    kinds: str, number: int, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # one of them draws
-    commands = re.findall(r"^    diloco plan (.*?)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 3
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    commands = re.findall(rf"^    diloco plan ((?:{kinds}) .*?)$", page, re.MULTILINE)
+    assert len(commands) == number
     for command in commands:
         code, printed, said = call(*shlex.split(command, comments=True))
         assert code == 0, said

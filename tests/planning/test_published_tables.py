@@ -1,9 +1,8 @@
 """Every printed cell of the papers' three tables comes out, and only what they published does."""
 
-from pathlib import Path
-
 import pytest
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
+from studies.utilization import PAGE
 
 from diloco.errors import ConfigError
 from diloco.planning.published_tables import GRID_GBIT_PER_S, published_run
@@ -21,7 +20,7 @@ def test_all_tables_are_compared() -> None:
     """195 cells; the 60 others that are printed repeat rows of these."""
     assert (len(TABLE_4), len(TABLE_5), len(TABLE_6)) == (15, 9, 15)
     assert {len(row.cells) for row in ROWS} == {5}
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert f"all {sum(len(row.cells) for row in ROWS)} printed cells" in " ".join(page.split())
 
 
