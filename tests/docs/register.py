@@ -149,6 +149,7 @@ PROGRAMS: dict[str, str] = {
     "sbatch": "needs a cluster; the script: tests/templates",
     "scp": "needs another machine",
     "sky": "needs a cloud; the files: `make sky`",
+    "ssh": "needs another machine",
     "systemctl": "needs systemd; the units: tests/templates",
     "torchft_lighthouse": "serves until it is stopped: tests/exchange/test_torchft.py",
     "torchrun": "one process for each GPU; the `diloco train` in it is read",
