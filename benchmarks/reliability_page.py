@@ -351,8 +351,9 @@ without it, and the proxy's under it; handles are the syncer's at most.
 
 Goals behind the proxy, for a sender without a certificate: 2 % of the goodput, within the noise, and 200 MB. One with a
 certificate passes the proxy, and takes what processor its link lets it: of headers without an end gRPC reads whatever
-comes ([security.md](../docs/security.md#what-a-flood-can-take)). Here the sender has no link in between, and it, the proxy and
-the syncer share one of two processors with other work, so that its own time is taken from the syncer's too.
+comes ([threat model](../docs/security-model.md#what-a-flood-can-take)). Here the sender has no link in between, and it,
+the proxy and the syncer share one of two processors with other work, so that its own time is taken from
+the syncer's too.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
