@@ -48,6 +48,7 @@ def files_of(cache: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_loops_are_compiled_once_a_machine_and_anew_where_their_files_are_damaged(tmp_path: Path) -> None:
     first = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
     files = files_of(tmp_path)
@@ -65,6 +66,7 @@ def test_loops_are_compiled_once_a_machine_and_anew_where_their_files_are_damage
         assert f"{tmp_path}/diloco/loops-" in found.stderr
 
 
+@pytest.mark.slow
 def test_two_loops_never_share_the_files_of_one(tmp_path: Path) -> None:
     """Numba numbers the files of a function without a lock: two processes that compile two loops for the first time
     could keep one under the number of the other."""
@@ -77,6 +79,7 @@ def test_two_loops_never_share_the_files_of_one(tmp_path: Path) -> None:
     assert all(path.name.endswith(".1.nbc") for path in numbered)
 
 
+@pytest.mark.slow
 def test_another_processor_compiles_anew(tmp_path: Path) -> None:
     first = ran(ENCODE, XDG_CACHE_HOME=str(tmp_path))
     files = files_of(tmp_path)
@@ -86,6 +89,7 @@ def test_another_processor_compiles_anew(tmp_path: Path) -> None:
     assert files_of(tmp_path).items() >= files.items()
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_compiled_torch_computes_and_says_so() -> None:
     code = (
         "from diloco.compute import compiling\n"
@@ -100,6 +104,7 @@ def test_where_nothing_can_be_compiled_torch_computes_and_says_so() -> None:
     assert "; torch computes the same, more slowly.\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_place_for_a_cache_loops_are_compiled_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +158,7 @@ def test_loops_are_loaded_for_long_vectors_only() -> None:
     assert arithmetic.loops() is None
 
 
+@pytest.mark.slow
 def test_threads_that_need_a_loop_at_the_same_time_compile_it(tmp_path: Path) -> None:
     code = ENCODE.replace(
         "print(",
@@ -164,6 +170,7 @@ def test_threads_that_need_a_loop_at_the_same_time_compile_it(tmp_path: Path) ->
     assert len(files_of(tmp_path)) == 4  # flush_denormals too, each with its index
 
 
+@pytest.mark.slow
 def test_a_run_of_a_small_model_needs_no_numba() -> None:
     """Neither its learners nor what closes its rounds."""
     code = (

@@ -179,7 +179,7 @@ def test_encode_and_decode_write_into_what_they_are_given(codec: Codec) -> None:
 
 
 @each_codec
-@pytest.mark.parametrize("num_elements", [32769, 100003, 20 * SEGMENT_ELEMENTS, 70 * SEGMENT_ELEMENTS + 5])
+@pytest.mark.parametrize("num_elements", [32769, 100003, 20 * SEGMENT_ELEMENTS + 5])
 def test_segments_are_payloads(codec: Codec, num_elements: int) -> None:
     x = normal(num_elements)
     payload = codec.encode(x)
@@ -409,9 +409,9 @@ def test_parameters_of_a_model_can_be_encoded(codec: Codec) -> None:
 
 @each_codec
 def test_bits_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
-    x = normal(20 * SEGMENT_ELEMENTS + 77)
+    x = normal(5 * SEGMENT_ELEMENTS + 77)
     results = []
-    for num_threads in (1, 2, 3):
+    for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
         payload = codec.encode(x)
         results.append((payload, codec.decode(payload, len(x))))
