@@ -18,7 +18,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 LASTS, GRACE = "365d", "7d"
 
 Directory = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The directory of the run's keys.")]
-RoleArgument = Annotated[str, typer.Argument(metavar="ROLE", help="learner, viewer, evaluator, rollout, reward, standby or admin.")]
+RoleArgument = Annotated[
+    str, typer.Argument(metavar="ROLE", help="learner, viewer, evaluator, rollout, reward, standby or admin.")
+]
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="One or more names; each gets its own keys.")]
 Expires = Annotated[str, typer.Option(metavar="TIME", help="Lifetime of the certificate, such as 90d, 12h or 2w.")]
 
