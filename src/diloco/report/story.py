@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ class Story:
         )  # from the processes' own event logs
         self._stepped: dict[str, ev.Stepped] = {}
         self._routed: dict[str, ev.Routed] = {}  # the newest of each trainer
-        self._speed, self._wire = Series(self._numbers), Series(self._numbers)
+        self._speed = Series(self._numbers)
         self._lately: deque[tuple[float, int]] = deque()
         self._tokens_per_s: float | None = None
         self._tokens = 0
@@ -147,8 +148,9 @@ class Story:
         absent = sorted(({*event.members} | holders) - {*event.contributors})
         self._merges.add(
             {
-                "t": event.t, "fragment": event.fragment, "version": event.version, "who": list(event.contributors),
-                "absent": absent, "scale": event.scale, "tokens": sum(event.tokens), "reason": event.reason,
+                "t": event.t, "fragment": event.fragment, "version": event.version,
+                "who": self._numbers_of(event.contributors), "absent": self._numbers_of(absent),
+                "scale": event.scale, "tokens": sum(event.tokens), "reason": event.reason,
             }
         )  # fmt: skip
 
@@ -175,7 +177,6 @@ class Story:
         self._tokens_per_s = ev.speed(self._lately, event.t, event.tokens)
         if self._tokens_per_s is not None:
             self._speed.add(event.t, self._tokens_per_s)
-        self._wire.add(event.t, self._num_bytes)
 
     def _count_parallel(self, event: ev.Progress) -> None:
         """Count the bytes that data parallel would have sent: a ring all-reduce in bf16 at every step with m ≥ 2 live
@@ -206,6 +207,9 @@ class Story:
         return self._members.setdefault(name, LearnerSummary(name, len(self._members)))
 
     # --- what is shown ------------------------------------------------------------------------------------------------
+
+    def _numbers_of(self, names: Iterable[str]) -> list[int]:
+        return [self._member(name).number for name in names]
 
     def _live_names(self) -> set[str]:
         return {name for name, member in self._members.items() if member.is_live}
@@ -239,7 +243,6 @@ class Story:
                 "groups": self._groups,
                 "rewards": {task: curve.since(number) for task, curve in self._rewards.items()},
                 "speed": self._speed.since(number),
-                "wire": self._wire.since(number),
             }
         )  # fmt: skip
         return shown
