@@ -281,7 +281,7 @@ def test_the_tiles_without_a_control_and_without_a_loss_of_a_learner(browser: An
     (run / "tiles.html").write_text(frozen_page(shown), encoding="utf-8")
     page, _ = opened(browser, (run / "tiles.html").as_uri())
     tiles = page.locator(".tile").all_inner_texts()
-    assert (tiles[0], tiles[-1]) == ("2.1250\nheld-out loss, nats per byte", "none\nlearner was lost")
+    assert (tiles[0], tiles[-1]) == ("2.1250\nheld-out loss, nats per byte", "0\nlearners lost")
     assert not page.locator("#gap-note").is_visible()
     assert (
         page.evaluate("[$('loss').layout.yaxis.title.text, $('training').layout.yaxis.title.text]")
@@ -578,6 +578,8 @@ def test_drawings_are_readable_on_every_screen(browser: Any, tmp_path: Path, sch
             assert all(one[end] <= other[begin] + 1 for one, other in itertools.pairwise(boxes))
         for one, other in itertools.combinations(found["key"], 2):
             assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] + 1 or other[3] <= one[2] + 1
+    num_texts, num_lines, found = page.evaluate(OVERLAPS)
+    assert (num_texts > 50, num_lines > 10, found) == (True, True, [])
     colour = page.evaluate("document.querySelector('.scatterlayer .lines path').style.stroke")
     assert colour == {"light": "rgb(0, 114, 178)", "dark": "rgb(61, 158, 224)"}[scheme]
     page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")

@@ -43,11 +43,13 @@ def frozen_page(story: dict[str, Any]) -> str:
 
     Of the lists and curves of a long run of many learners, the longest are halved until they fit.
     """
+    text = _json(story)
     for _ in range(64):  # then every list is empty
-        if len(text := _json(story)) <= MAX_STORY_BYTES:
+        if len(text) <= MAX_STORY_BYTES:
             break
         part = max(("merges", "events", "loss", "training", "rewards"), key=lambda part: len(_json(story[part])))
         story = story | {part: _halved(story[part])}
+        text = _json(story)
     return _page(f"<style>{asset('page.css')}</style>", text, _scripts("page.js"))
 
 

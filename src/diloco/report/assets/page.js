@@ -55,7 +55,7 @@ function dash(name) {
   return name === "global model" ? "solid" : DATA_PARALLEL.includes(name) ? "dash" : "dot";
 }
 
-const lossLabel = () => `loss, nats per ${story.demo ? "byte" : "token"}`; // the tokens of a demo are bytes
+const lossLabel = () => (story.groups ? "loss" : `loss, nats per ${story.demo ? "byte" : "token"}`); // a token of a demo is a byte
 
 // --- data
 
@@ -140,7 +140,7 @@ function gaps() { // for each point of the global model: the loss of data parall
 
 function recovery() { // of the learner that was lost last: from its loss to its first merge after it has rejoined
   const lost = kept.events.filter((it) => ["killed", "evicted"].includes(it.kind) && learner(it.learner));
-  if (!lost.length) return tile("none", "learner was lost");
+  if (!lost.length) return tile(0, "learners lost");
   const who = lost.at(-1).learner;
   const joins = kept.events.filter((it) => it.kind === "joined" && it.learner === who).map((it) => it.t);
   const rejoined = (it) => joins.find((t) => t > it.t - REPLACED_S);
