@@ -129,6 +129,27 @@ def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
     assert story.since(0)["head"]["live"] == 1
 
 
+def test_the_recovery_of_the_learner_that_was_lost_last_lasts_until_its_next_merge(story: Story) -> None:
+    def recovery() -> dict[str, object]:
+        found: dict[str, object] = story.since(0)["head"]["recovery"]
+        return found
+
+    assert recovery() == {"learner": "b", "kind": "evicted", "seconds": None}  # evicted at 126
+    syncers(story, ev.Joined(t=130.0, learner="b", incarnation=2), merged(131.0, 3, ("a",)), merged(132.0, 4, ("b",)))
+    assert recovery() == {"learner": "b", "kind": "evicted", "seconds": 6.0}
+    syncers(
+        story,
+        merged(140.5, 5, ("a", "b")),  # with what a had sent before it was killed
+        ev.Joined(t=143.0, learner="a", incarnation=2),
+        ev.Evicted(t=143.1, learner="a", incarnation=1, reason="replaced by a newer incarnation"),
+        *(merged(144.0 + n, 6 + n, ("a", "b")) for n in range(2 * MAX_MERGES)),
+    )
+    assert recovery() == {"learner": "a", "kind": "evicted", "seconds": pytest.approx(0.9)}
+    story.tell(140.0, "bad", "a was killed", "killed", "a")
+    story.tell(140.0, "bad", "rollout-1 was killed", "killed", "rollout-1")  # no learner
+    assert recovery() == {"learner": "a", "kind": "killed", "seconds": 4.0}
+
+
 def test_a_merge_says_who_missed_it_and_why_it_was_made(story: Story) -> None:
     first, second = story.since(0)["merges"]
     assert (first["who"], first["absent"], first["reason"]) == ([0, 1], [], "all have contributed")

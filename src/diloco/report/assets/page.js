@@ -138,15 +138,10 @@ function gaps() { // for each point of the global model: the loss of data parall
   });
 }
 
-function recovery() { // of the learner that was lost last: from its loss to its first merge after it has rejoined
-  const lost = kept.events.filter((it) => ["killed", "evicted"].includes(it.kind) && learner(it.learner));
-  if (!lost.length) return tile(0, "learners lost");
-  const who = lost.at(-1).learner;
-  const joins = kept.events.filter((it) => it.kind === "joined" && it.learner === who).map((it) => it.t);
-  const rejoined = (it) => joins.find((t) => t > it.t - REPLACED_S);
-  const first = lost.find((it) => it.learner === who && rejoined(it) === rejoined(lost.at(-1)));
-  const back = kept.merges.find((it) => it.t > rejoined(first) && it.who.includes(who));
-  return back ? tile(duration(back.t - first.t), `from the ${first.kind === "killed" ? "kill" : "eviction"} of ${who} to its next merge`) : tile("–", `${who} is not back`);
+function recovery(it) { // of the learner that was lost last
+  if (it === null) return tile(0, "learners lost");
+  return it.seconds === null ? tile("–", `${it.learner} is not back`)
+    : tile(duration(it.seconds), `from the ${it.kind === "killed" ? "kill" : "eviction"} of ${it.learner} to its next merge`);
 }
 
 function tiles(head) {
@@ -164,7 +159,7 @@ function tiles(head) {
     ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
       : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`),
     tile(!ended && head.planned ? `${head.live} of ${count}` : count, `${count === 1 ? "learner" : "learners"} ${ended ? "took part" : "live"}`),
-    recovery(),
+    recovery(head.recovery),
   ];
   $("tiles").replaceChildren(...all.filter(Boolean));
 }
@@ -373,7 +368,6 @@ function warmStart() { // the tokens that were trained before the run had its mo
 }
 
 const CELL = 10; // pixels of a box of the timeline, and of a mark
-const REPLACED_S = 0.5; // a learner that rejoins replaces its former incarnation, which is evicted just then
 const MARKS = { // a shape for each kind; that of a loss is in the colour of a warning
   killed: ["bad", "M1 1l8 8m0-8l-8 8", "killed"], evicted: ["bad", "M5 1l4 4-4 4-4-4z", "evicted: silent, stalled or replaced"],
   joined: ["full", "M5 1l4 8h-8z", "joined"], left: ["", "M1 1h8l-4 8z", "left"],
@@ -394,7 +388,7 @@ function timeline() { // a row for each learner: its events above boxes, each of
     const count = (part) => kept.merges.filter((it) => it[part].includes(name)).reduce((sums, it) => { sums[bin(it.t)] += 1; return sums; }, Array(num).fill(0));
     const merged = count("who"), missed = count("absent"), taken = new Set();
     const total = (counts) => counts.reduce((sum, it) => sum + it, 0);
-    const marks = events.filter((it) => it.learner === name).map((it) => {
+    const marks = events.filter((it) => it.learner === name).slice(-num).map((it) => {
       let at = bin(it.t);
       for (let way = 1; taken.has(at); at += way) if (at === num - 1) way = -1; // the next place that is free
       taken.add(at);
