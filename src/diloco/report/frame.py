@@ -39,7 +39,7 @@ def live_page(token: str = "") -> str:
 
 
 def frozen_page(story: dict[str, Any]) -> str:
-    """The page of `Story.since(0)` as one self-contained file of at most 1.5 MB.
+    """The page of `Story.since(0)` as one self-contained file, of at most 1.5 MB for up to some hundred learners.
 
     Of the lists and curves of a long run of many learners, the longest are halved until they fit.
     """
