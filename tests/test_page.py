@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 OFFLINE = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 
+MAX_PAGE_BYTES = 1_500_000
 FATES = {"merged": 600, "pending": 160, f"discarded: {UNMERGED}": 40}
 
 
@@ -158,8 +160,8 @@ def test_a_mixture_of_many_experts_is_a_few_strips(browser: Any, mixture: Path, 
     strips = page.locator("#experts .strip")
     labels = [strips.nth(index).inner_text() for index in range(strips.count())]
     assert labels == ["merged 0 to 3 times", "by 0 to 2 learners", "oslo", "paris"]
-    titles = "[...document.querySelectorAll('.strip')].map((it) => [...it.querySelectorAll('i')].map((it) => it.title))"
-    cells = page.evaluate(titles)
+    titles = "(row) => [...row.querySelectorAll('i')].map((it) => it.title)"
+    cells = [strips.nth(index).evaluate(titles) for index in range(strips.count())]
     assert {len(each) for each in cells} == {64}
     assert cells[0][30] == "expert 30: merged once, by 2.0 learners on average, last in version 1"
     assert cells[0][17] == "expert 17: merged 3 times, by 1.0 learners on average, last in version 3"
@@ -238,19 +240,192 @@ def test_a_learner_has_one_colour_live_after_a_reload_and_in_the_report(browser:
     page.context.close()
 
 
-def test_an_eviction_and_a_join_of_one_moment_are_both_seen(browser: Any, run: Path) -> None:
+def again(run: Path) -> Path:
+    """The run goes on: oslo rejoins and is in a merge again; data parallel is trained too."""
     with EventLog(run / "events.jsonl", who="syncer") as log:
-        log.append(ev.Joined(t=1_700_000_007.0, learner="oslo", incarnation=2))
+        for t, event in (
+            (7, ev.Joined(learner="oslo", incarnation=2)),
+            (9, ev.Merged(fragment=0, round=1, version=2, contributors=("paris",), weights=(1.0,), tokens=(5,))),
+            (12, ev.Merged(fragment=0, round=2, version=3, contributors=("oslo",), weights=(1.0,), tokens=(5,))),
+            (14, ev.Left(learner="paris", incarnation=1, tokens=900)),
+            (15, ev.Traffic(learner="paris", sent_bytes={"updates": 900}, received_bytes={"contributions": 100})),
+        ):
+            log.append(event.model_copy(update={"t": 1_700_000_000.0 + t}))
+    with EventLog(run / "control" / "events.jsonl", who="baseline") as log:
+        for tokens, loss in ((1000, 2.5), (2000, 1.5)):
+            log.append(ev.Evaluated(t=1_700_000_020.0, step=1, tokens=tokens, loss=loss, num_sequences=4))
+    return run
+
+
+def test_six_tiles_tell_the_run_in_short(browser: Any, run: Path) -> None:
+    shown = read_run([again(run)])[1].since(0)
+    shown["head"] |= {"parallel_bytes": 49_000, "ratio": 49.0}
+    (run / "tiles.html").write_text(frozen_page(shown), encoding="utf-8")
+    page, complaints = opened(browser, (run / "tiles.html").as_uri())
+    tiles = [each.split("\n") for each in page.locator(".tile").all_inner_texts()]
+    assert [value for value, _ in tiles] == ["+6.3 %", "1.00 kB", "1.50k", "1 min 44 s", "1", "5.0 s"]
+    loss, num_bytes, tokens, _, learners, recovery = (text for _, text in tiles)
+    assert loss == "loss, nats per token, against data parallel: 2.125 and 2.000"
+    assert num_bytes == "on the wire, 49 times fewer than data parallel (computed, 49.0 kB)"
+    assert (tokens, learners) == ("tokens, 38 % of 4.00k", "learner live")
+    assert recovery == "from the eviction of oslo to its next merge"
+    assert complaints == []
+    page.context.close()
+
+
+def test_the_tiles_without_a_control_and_without_a_loss_of_a_learner(browser: Any, run: Path) -> None:
+    shown = read_run([run])[1].since(0)
+    shown["demo"] = {"headline": "of bytes", "text": ""}
+    assert shown["head"]["recovery"] == {"learner": "oslo", "kind": "evicted", "seconds": None}
+    shown["head"]["recovery"] = None
+    (run / "tiles.html").write_text(frozen_page(shown), encoding="utf-8")
+    page, _ = opened(browser, (run / "tiles.html").as_uri())
+    tiles = page.locator(".tile").all_inner_texts()
+    assert (tiles[0], tiles[-1]) == ("2.1250\nheld-out loss, nats per byte", "0\nlearners lost")
+    assert not page.locator("#gap-note").is_visible()
+    assert (
+        page.evaluate("[$('loss').layout.yaxis.title.text, $('training').layout.yaxis.title.text]")
+        == ["loss, nats per byte"] * 2
+    )
+    page.context.close()
     page, _ = opened(browser, frozen(run))
-    joined, evicted = page.evaluate("""["joined", "evicted"].map((name) => {
-      const traces = [...document.querySelectorAll("#timeline .scatterlayer .trace")];
-      const trace = traces.find((it) => it.__data__[0].trace.name?.startsWith(name));
-      const mark = [...trace.querySelectorAll(".points path")].at(-1), { top, bottom } = mark.getBoundingClientRect();
-      return { top, bottom, isOpen: mark.style.fill === "none", place: traces.indexOf(trace) };
+    assert page.locator(".tile").last.inner_text() == "–\noslo is not back"
+    page.context.close()
+
+
+def test_the_gap_to_data_parallel_is_a_strip_below_the_loss(browser: Any, run: Path) -> None:
+    page, _ = opened(browser, frozen(again(run)))
+    curve, x, y, above = page.evaluate("""(({ data, layout }) => {
+      const gap = data.find((it) => it.yaxis === "y2");
+      return [data.map((it) => it.name), gap.x, gap.y, layout.yaxis2.domain[1] < layout.yaxis.domain[0]];
+    })($("loss"))""")
+    assert (curve, x, y, above) == (["data parallel", "global model", "gap"], [1500], [pytest.approx(6.25)], True)
+    assert page.locator("#gap-note").is_visible()
+    page.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_kind_of_event_has_a_shape_and_only_a_loss_the_colour_of_a_warning(
+    browser: Any, run: Path, scheme: str
+) -> None:
+    story = read_run([again(run)])[1]
+    story.tell(1_700_000_006.0, "bad", "oslo was killed", "killed", "oslo")
+    (run / "kinds.html").write_text(frozen_page(story.since(0)), encoding="utf-8")
+    page, _ = opened(browser, (run / "kinds.html").as_uri(), color_scheme=scheme)
+    shapes, colours, hues, rows = page.evaluate("""(() => {
+      const marks = [...document.querySelectorAll("#marks path")], kind = (it) => it.classList[0];
+      const look = (it) => { const { fill, stroke } = getComputedStyle(it); return stroke === "none" ? fill : stroke; };
+      const rows = [...document.querySelectorAll("#timeline svg")].map((row) => [...row.querySelectorAll("path")]
+        .filter((it) => it.getAttribute("d")).map((it) => [kind(it), it.getBoundingClientRect().left]));
+      const told = marks.map((it) => [kind(it), it.getAttribute("d") + getComputedStyle(it).fill]);
+      return [told, marks.map((it) => [kind(it), look(it)]), COLOURS.map(css), rows];
+    })()""")
+    assert len({shape for _, shape in shapes}) == len(shapes) == 6
+    colours, warning = dict(colours), {"killed", "evicted"}
+    assert len({colours[kind] for kind in warning}) == len({colours[kind] for kind in {*colours} - warning}) == 1
+    assert colours["missed"] != colours["killed"]
+    codes = {f"rgb({int(hue[1:3], 16)}, {int(hue[3:5], 16)}, {int(hue[5:7], 16)})" for hue in hues}
+    assert len(codes) == len(hues)
+    assert not codes & {*colours.values()}  # hues are of learners
+    oslo, paris = rows
+    assert [kind for kind, _ in paris] == ["missed", "merged", "joined", "left"]
+    assert [kind for kind, _ in oslo] == ["missed", "merged", "joined", "killed", "evicted", "joined"]
+    places = [left for _, left in oslo[2:]]
+    assert all(other - one >= 9 for one, other in itertools.pairwise(places))  # an eviction and a join of one moment
+    page.context.close()
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run of 64 learners, some of which are evicted and come back, and its control."""
+    folder, names, started = tmp_path_factory.mktemp("crowd"), [f"learner-{i}" for i in range(64)], 1_700_000_000.0
+    with EventLog(folder / "syncer" / "events.jsonl", who="syncer") as log:
+
+        def add(t: float, event: ev.Event) -> None:
+            log.append(event.model_copy(update={"t": started + t}))
+
+        add(0, ev.SyncerStarted(run="r", address="x", method={"name": "DiLoCo"}, learners=64, budget_tokens=10**9))
+        add(0, ev.Initialised(learner=names[0], source="seed", layout_digest="", num_parameters=10**7))
+        for name in names:
+            add(1, ev.Joined(learner=name, incarnation=1))
+        for n in range(410):
+            t, lost = 10.0 + 8 * n, names[n // 10 % 64]
+            if n % 10 == 2:
+                add(t, ev.Evicted(learner=lost, incarnation=n // 10 // 64 + 1, reason="nothing heard for 6.0 s"))
+            if n % 10 == 7:
+                add(t, ev.Joined(learner=lost, incarnation=n // 10 // 64 + 2, step=30 * n))
+            who = tuple(each for i, each in enumerate(names) if (i + n) % 11 and (each != lost or not 2 <= n % 10 < 7))
+            weights, tokens = (1.0,) * len(who), (5,) * len(who)
+            add(t + 1, ev.Merged(
+                fragment=n % 4, round=n // 4, version=n // 4 + 1, contributors=who, weights=weights, tokens=tokens,
+                members=tuple(names), reason=f"all {len(who)} learners of the round have contributed",
+            ))  # fmt: skip
+            step = ev.LearnerProgress(
+                incarnation=1, state="healthy", step=30 * n, tokens=n, training_loss=5 / (n + 1), versions=(1,) * 4
+            )
+            add(t + 2, ev.Progress(step=30 * n, tokens=2 * n, learners=dict.fromkeys(names, step), ledger=FATES))
+            if n % 20 == 0:
+                add(t + 3, ev.Reported(by=names[0], tokens=2000 * n, loss=5 / (n + 9)))
+    with EventLog(folder / "control" / "events.jsonl", who="baseline") as log:
+        for n in range(0, 500, 20):
+            log.append(ev.Evaluated(t=started, step=n, tokens=2000 * n, loss=4.9 / (n + 9), num_sequences=4))
+    write_page(folder / "page.html", read_run([folder])[1])
+    return folder / "page.html"
+
+
+def test_the_page_of_a_long_run_of_many_learners_is_small(crowd: Path) -> None:
+    assert crowd.stat().st_size <= MAX_PAGE_BYTES
+    shown = json.loads(crowd.read_text().partition('id="frozen">')[2].partition("</script>")[0])
+    assert len(shown["merges"]) >= 100
+    assert shown["merges"][-1]["version"] == 103
+    assert {points[-1][0] for points in shown["training"].values()} == {30 * 409}
+    assert min(map(len, shown["training"].values())) >= 25
+    shown["learners"] *= 20  # what cannot be halved
+    assert len(frozen_page(shown)) > MAX_PAGE_BYTES
+
+
+OVERLAPS = """(() => {
+  const range = document.createRange(), walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const box = ({ left, right, top, bottom }, what) => ({ left, right, top, bottom, what });
+  const isSeen = (it, { left, right, top, bottom }) => { // not scrolled away
+    const clip = it.closest(".rows, .lines, .scroll")?.getBoundingClientRect();
+    return left < right && (!clip || (top >= clip.top && bottom <= clip.bottom && right <= clip.right));
+  };
+  const texts = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    if (!node.data.trim() || node.parentElement.closest("script, title, #js-plotly-tester")) continue;
+    range.selectNodeContents(node);
+    for (const rect of range.getClientRects()) if (isSeen(node.parentElement, rect)) texts.push(box(rect, node.data));
+  }
+  const lines = [...document.querySelectorAll(".gridlayer path, .zerolinelayer path, #timeline path")]
+    .filter((it) => isSeen(it, it.getBoundingClientRect())).map((it) => box(it.getBoundingClientRect(), "a line"));
+  const touch = (a, b, room) =>
+    a.left < b.right + room && b.left < a.right + room && a.top < b.bottom + room && b.top < a.bottom + room;
+  const found = texts.flatMap((one, at) => {
+    const others = texts.slice(at + 1).filter((it) => touch(one, it, -1));
+    return [...others, ...lines.filter((it) => touch(one, it, 1))].map((it) => [one.what, it.what]);
+  });
+  return [texts.length, lines.length, found];
+})()"""
+
+
+@pytest.mark.parametrize("width", [400, 1120])
+def test_no_text_touches_another_or_a_line_with_64_learners(browser: Any, crowd: Path, width: int) -> None:
+    page, complaints = opened(browser, crowd.as_uri(), viewport={"width": width, "height": 900})
+    num_texts, num_lines, found = page.evaluate(OVERLAPS)
+    assert num_texts > 500
+    assert num_lines > 20
+    assert found == []
+    rows = page.evaluate("""[...document.querySelectorAll("#timeline svg")].map((row) => {
+      const marks = [...row.querySelectorAll("[transform]")].map((it) => it.getBoundingClientRect().left);
+      return [row.getBoundingClientRect().height, marks];
     })""")
-    assert evicted["isOpen"]
-    assert evicted["place"] < joined["place"]  # drawn below
-    assert evicted["top"] < joined["top"] < joined["bottom"] < evicted["bottom"]
+    assert len(rows) == 64
+    for height, places in rows:
+        assert height >= 20
+        assert all(other - one >= 8 for one, other in itertools.pairwise(sorted(places)))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert complaints == []
     page.context.close()
 
 
@@ -389,6 +564,7 @@ def test_drawings_are_readable_on_every_screen(browser: Any, tmp_path: Path, sch
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("request", lambda request: complaints.append(request.url) if request.url.startswith("http") else None)
     page.goto((tmp_path / "p.html").as_uri())
+    assert (tmp_path / "p.html").stat().st_size <= MAX_PAGE_BYTES
     page.locator(".drawing .main-svg").nth(2 * len(drawings()) - 1).wait_for(state="attached")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     for found in page.evaluate(SEEN):
@@ -402,6 +578,8 @@ def test_drawings_are_readable_on_every_screen(browser: Any, tmp_path: Path, sch
             assert all(one[end] <= other[begin] + 1 for one, other in itertools.pairwise(boxes))
         for one, other in itertools.combinations(found["key"], 2):
             assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] + 1 or other[3] <= one[2] + 1
+    num_texts, num_lines, found = page.evaluate(OVERLAPS)
+    assert (num_texts > 50, num_lines > 10, found) == (True, True, [])
     colour = page.evaluate("document.querySelector('.scatterlayer .lines path').style.stroke")
     assert colour == {"light": "rgb(0, 114, 178)", "dark": "rgb(61, 158, 224)"}[scheme]
     page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")

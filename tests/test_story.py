@@ -98,7 +98,7 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
     )
     found = story.since(0, now=130.0)
     assert [it["share"] for it in found["learners"]] == [2 / 3, 0.5, 1.0]
-    assert [it["absent"] for it in found["merges"]][-3:] == [[], [], ["a"]]
+    assert [it["absent"] for it in found["merges"]][-3:] == [[], [], [0]]
     assert [it["holds_part"] for it in found["learners"]] == [True, False, False]
     assert "c joined at step 8, with experts 4–5" in [it["text"] for it in found["events"]]
     syncers(
@@ -106,7 +106,7 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
         ev.Joined(t=131.0, learner="a", incarnation=2),  # with all: nothing is known of what it holds
         merged(132.0, 3, ("c",), members=("c",)).model_copy(update={"fragment": 1}),
     )
-    assert [it["absent"] for it in story.since(0, now=133.0)["merges"]][-1] == ["a"]
+    assert [it["absent"] for it in story.since(0, now=133.0)["merges"]][-1] == [0]
     silent = member(9).model_copy(update={"incarnation": 3, "versions": ()})  # nothing was heard of its versions
     syncers(
         story,
@@ -117,7 +117,7 @@ def test_a_learner_is_not_absent_from_merges_of_fragments_that_it_does_not_hold(
             for n, own in enumerate(GROUPS)
         ),
     )
-    assert [it["absent"] for it in story.since(0, now=136.0)["merges"]][-3:] == [[], ["a"], ["a"]]
+    assert [it["absent"] for it in story.since(0, now=136.0)["merges"]][-3:] == [[], [0], [0]]
 
 
 def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
@@ -129,10 +129,31 @@ def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
     assert story.since(0)["head"]["live"] == 1
 
 
+def test_the_recovery_of_the_learner_that_was_lost_last_lasts_until_its_next_merge(story: Story) -> None:
+    def recovery() -> dict[str, object]:
+        found: dict[str, object] = story.since(0)["head"]["recovery"]
+        return found
+
+    assert recovery() == {"learner": "b", "kind": "evicted", "seconds": None}  # evicted at 126
+    syncers(story, ev.Joined(t=130.0, learner="b", incarnation=2), merged(131.0, 3, ("a",)), merged(132.0, 4, ("b",)))
+    assert recovery() == {"learner": "b", "kind": "evicted", "seconds": 6.0}
+    syncers(
+        story,
+        merged(140.5, 5, ("a", "b")),  # with what a had sent before it was killed
+        ev.Joined(t=143.0, learner="a", incarnation=2),
+        ev.Evicted(t=143.1, learner="a", incarnation=1, reason="replaced by a newer incarnation"),
+        *(merged(144.0 + n, 6 + n, ("a", "b")) for n in range(2 * MAX_MERGES)),
+    )
+    assert recovery() == {"learner": "a", "kind": "evicted", "seconds": pytest.approx(0.9)}
+    story.tell(140.0, "bad", "a was killed", "killed", "a")
+    story.tell(140.0, "bad", "rollout-1 was killed", "killed", "rollout-1")  # no learner
+    assert recovery() == {"learner": "a", "kind": "killed", "seconds": 4.0}
+
+
 def test_a_merge_says_who_missed_it_and_why_it_was_made(story: Story) -> None:
     first, second = story.since(0)["merges"]
-    assert (first["who"], first["absent"], first["reason"]) == (["a", "b"], [], "all have contributed")
-    assert (second["who"], second["absent"]) == (["a"], ["b"])
+    assert (first["who"], first["absent"], first["reason"]) == ([0, 1], [], "all have contributed")
+    assert (second["who"], second["absent"]) == ([0], [1])
 
 
 def test_a_reader_gets_what_is_new(story: Story) -> None:

@@ -214,8 +214,9 @@ def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, marked: 
         data.append({"name": wrapped(each.label), "x": _compact(each.values), "y": rows, **how, **hover})
     num_lines = max((name.count("<br>") for name in names), default=0) + 1
     along = _axis(_with_room(value, series), [size for each in series for size in each.values])
+    along |= {"showgrid": False, "ticks": "outside"}  # the labels and the values lie inside the panel
     of_rows = {"showticklabels": False, "showgrid": False, "range": [rows[-1] - 0.4, 1]}
-    layout = _layout((34 + 17 * num_lines) * len(labels) + 80, along, of_rows, num_keys=len(data))
+    layout = _layout((34 + 17 * num_lines) * len(labels) + 70 + 12 * len(data), along, of_rows, num_keys=len(data))
     layout["annotations"] = [
         {
             "text": f"<b>{name}</b>" if row in marked else name, "x": 0, "xref": "paper", "xanchor": "left",

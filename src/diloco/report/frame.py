@@ -16,6 +16,8 @@ from diloco.report.drawing import Picture
 
 DRAWN_BY = ("plotly.min.js", "drawing.js")
 """Scripts of every page with drawings."""
+MAX_STORY_BYTES = 260_000
+"""Most bytes of a frozen page's story. The scripts and the style have 1.23 MB, almost all of it plotly."""
 
 
 def asset(name: str) -> str:
@@ -37,8 +39,25 @@ def live_page(token: str = "") -> str:
 
 
 def frozen_page(story: dict[str, Any]) -> str:
-    """The page of `Story.since(0)` as one self-contained file."""
-    return _page(f"<style>{asset('page.css')}</style>", _json(story), _scripts("page.js"))
+    """The page of `Story.since(0)` as one self-contained file, of at most 1.5 MB for up to some hundred learners.
+
+    Of the lists and curves of a long run of many learners, the longest are halved until they fit.
+    """
+    text = _json(story)
+    for _ in range(64):  # then every list is empty
+        if len(text) <= MAX_STORY_BYTES:
+            break
+        part = max(("merges", "events", "loss", "training", "rewards"), key=lambda part: len(_json(story[part])))
+        story = story | {part: _halved(story[part])}
+        text = _json(story)
+    return _page(f"<style>{asset('page.css')}</style>", text, _scripts("page.js"))
+
+
+def _halved(part: Any) -> Any:
+    """The newer half of a list; of curves, every second point and the last."""
+    if isinstance(part, list):
+        return part[len(part) // 2 :]
+    return {name: points[::-2][::-1] for name, points in part.items()}
 
 
 def _page(style: str, story: str, scripts: str) -> str:
@@ -49,7 +68,7 @@ def _page(style: str, story: str, scripts: str) -> str:
     return page
 
 
-def _json(values: dict[str, Any]) -> str:
+def _json(values: Any) -> str:
     """JSON for a script element, where "</" and "<!--" must not occur."""
     return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 

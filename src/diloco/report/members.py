@@ -9,6 +9,8 @@ from typing import Any
 
 from diloco.events import RECENT_MERGES, Joined, LearnerProgress, Merged, Traffic
 
+MAX_RETURNS = 100
+
 
 @dataclass
 class LearnerSummary:
@@ -20,6 +22,7 @@ class LearnerSummary:
         since: Unix time at which it left or was evicted; otherwise when it joined.
         joined, evicted: number of times.
         incarnation: the last one that joined; `held`: its experts, as (first, stop) of each range; None: all.
+        returns: for each of the newest joins, its time and that of the first merge since, None: none yet.
         recent: for each of the newest merges since it first joined, whether it contributed.
         num_bytes: sent and received on its connections; `rates`: per second, since the previous counts.
     """
@@ -35,6 +38,7 @@ class LearnerSummary:
     merges: int = 0
     reason: str = ""
     progress: LearnerProgress | None = None
+    returns: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=MAX_RETURNS))
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_MERGES))
     num_bytes: tuple[int, int] = (0, 0)
     rates: tuple[float, float] = (0.0, 0.0)
@@ -42,6 +46,7 @@ class LearnerSummary:
     def join(self, event: Joined) -> None:
         """The learner joined, or rejoined."""
         t, self.incarnation, self.held = event.t, event.incarnation, event.holds
+        self.returns.append((t, None))
         self.state, self.since, self.joined, self.reason = "starting", t, self.joined + 1, ""
 
     def go(self, t: float, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 MAX_MERGES = 400
 MAX_EVENTS = 300
 GLOBAL = "global model"
+REPLACED_S = 0.5
+"""A learner that rejoins replaces its former incarnation, which is evicted within this time."""
 ORDERED = {"pause": "paused", "end": "ended by an operator", "resume": None}
 """The state of a run after an order (`Steered`); None: as without orders."""
 
@@ -39,6 +42,7 @@ class Story:
         self._merges = Newest(self._numbers, MAX_MERGES)
         self._events = Newest(self._numbers, MAX_EVENTS)
         self._losses: dict[str, Series] = defaultdict(partial(Series, self._numbers))
+        self._lost: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)  # time, learner, kind of event
         self._evaluated: dict[str, dict[int, float]] = {}  # loss by the run's tokens
         self._training: dict[str, Series] = defaultdict(
             partial(Series, self._numbers)
@@ -48,7 +52,7 @@ class Story:
         )  # from the processes' own event logs
         self._stepped: dict[str, ev.Stepped] = {}
         self._routed: dict[str, ev.Routed] = {}  # the newest of each trainer
-        self._speed, self._wire = Series(self._numbers), Series(self._numbers)
+        self._speed = Series(self._numbers)
         self._lately: deque[tuple[float, int]] = deque()
         self._tokens_per_s: float | None = None
         self._tokens = 0
@@ -76,6 +80,8 @@ class Story:
     def tell(self, t: float, tone: Tone, text: str, kind: str, learner: str | None) -> None:
         """Add a sentence at Unix time `t`; `kind` and `learner` select its mark in the picture of merges."""
         self._events.add({"t": t, "tone": tone, "text": text, "kind": kind, "learner": learner})
+        if kind in ("killed", "evicted") and learner in self._members:
+            self._lost.append((t, learner, kind))
 
     def _take_trainers(self, event: ev.Event) -> None:
         match event:
@@ -135,7 +141,10 @@ class Story:
         self._versions[event.fragment] = event.version
         self._fragments[event.fragment] = {"t": event.t, "contributors": len(event.contributors), "scale": event.scale}
         for name in event.contributors:
-            self._member(name).merges += 1
+            member = self._member(name)
+            member.merges += 1
+            if member.returns and member.returns[-1][1] is None:
+                member.returns[-1] = member.returns[-1][0], event.t
         for member in self._members.values():
             if (member.is_live and member.holds(event)) or member.name in event.contributors:
                 member.recent.append(member.name in event.contributors)
@@ -147,8 +156,9 @@ class Story:
         absent = sorted(({*event.members} | holders) - {*event.contributors})
         self._merges.add(
             {
-                "t": event.t, "fragment": event.fragment, "version": event.version, "who": list(event.contributors),
-                "absent": absent, "scale": event.scale, "tokens": sum(event.tokens), "reason": event.reason,
+                "t": event.t, "fragment": event.fragment, "version": event.version,
+                "who": self._numbers_of(event.contributors), "absent": self._numbers_of(absent),
+                "scale": event.scale, "tokens": sum(event.tokens), "reason": event.reason,
             }
         )  # fmt: skip
 
@@ -175,7 +185,6 @@ class Story:
         self._tokens_per_s = ev.speed(self._lately, event.t, event.tokens)
         if self._tokens_per_s is not None:
             self._speed.add(event.t, self._tokens_per_s)
-        self._wire.add(event.t, self._num_bytes)
 
     def _count_parallel(self, event: ev.Progress) -> None:
         """Count the bytes that data parallel would have sent: a ring all-reduce in bf16 at every step with m ≥ 2 live
@@ -206,6 +215,23 @@ class Story:
         return self._members.setdefault(name, LearnerSummary(name, len(self._members)))
 
     # --- what is shown ------------------------------------------------------------------------------------------------
+
+    def _numbers_of(self, names: Iterable[str]) -> list[int]:
+        return [self._member(name).number for name in names]
+
+    def _recovery(self) -> dict[str, Any] | None:
+        """The learner that was lost last, by which event, and the seconds until its first merge after it rejoined."""
+        if not self._lost:
+            return None
+        lost = sorted(self._lost)
+        last_t, learner, _ = lost[-1]
+
+        def back(t: float) -> tuple[float, float | None] | None:
+            return next((it for it in self._members[learner].returns if it[0] > t - REPLACED_S), None)
+
+        t, kind = next((t, kind) for t, name, kind in lost if name == learner and back(t) is back(last_t))
+        _, merged_at = back(t) or (None, None)
+        return {"learner": learner, "kind": kind, "seconds": None if merged_at is None else merged_at - t}
 
     def _live_names(self) -> set[str]:
         return {name for name, member in self._members.items() if member.is_live}
@@ -239,7 +265,6 @@ class Story:
                 "groups": self._groups,
                 "rewards": {task: curve.since(number) for task, curve in self._rewards.items()},
                 "speed": self._speed.since(number),
-                "wire": self._wire.since(number),
             }
         )  # fmt: skip
         return shown
@@ -284,6 +309,7 @@ class Story:
             "tokens": max(self._tokens, tokens or 0),
             "tokens_per_s": speed if runs else None, "loss": loss, "loss_at": tokens,
             "eta_s": left / speed if runs and left is not None and speed else None,
+            "recovery": self._recovery(),
             "num_bytes": self._num_bytes, "parallel_bytes": self._parallel_bytes, "ratio": ratio,
         }  # fmt: skip
 

@@ -12,7 +12,7 @@ function themed(layout) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", hoverlabel: { namelength: -1 },
     font: { color: css("--soft"), family: "system-ui, sans-serif", size: 12 },
     legend: { orientation: "h", traceorder: "normal", maxheight: 0.8, y: 1.02, yanchor: "bottom", x: 0 }, ...layout,
-    margin: { l: 10, r: 12, t: 8, b: 42, ...layout.margin }, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+    margin: { l: 10, r: 12, t: 8, b: 42, ...layout.margin }, xaxis: axis({ ticklabelstandoff: 9, ...layout.xaxis }), yaxis: axis(layout.yaxis),
   };
 }
 

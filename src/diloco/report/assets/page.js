@@ -1,10 +1,10 @@
 "use strict";
 // The page of a run: live from server-sent events, or frozen, from the story that lies in the page itself.
 const MAX = { merges: 400, events: 300, points: 4000 };
-const COLOURS = ["--blue", "--red", "--green", "--pink", "--amber", "--sky", "--violet", "--olive"];
+const COLOURS = ["--blue", "--green", "--pink", "--amber", "--sky", "--violet", "--olive"]; // of learners alone
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const kept = { merges: [], events: [], loss: {}, training: {}, rewards: {}, speed: [], wire: [] };
-const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
+const DATA_PARALLEL = ["data parallel", "baseline"]; // as a demo names its curve, and as the process is named
+const kept = { merges: [], events: [], loss: {}, training: {}, rewards: {}, speed: [] };
 let story = null;
 
 const $ = (id) => document.getElementById(id);
@@ -12,7 +12,8 @@ const $ = (id) => document.getElementById(id);
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
 function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
+  const space = ["svg", "path", "title"].includes(tag) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
+  const element = document.createElementNS(space, tag);
   for (const [key, value] of Object.entries(attributes)) {
     if (key === "style") Object.assign(element.style, value);
     else element.setAttribute(key, value);
@@ -41,30 +42,36 @@ function duration(seconds) {
 const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
 const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
 
-function colour(name) {
-  return css(FIXED.get(name) ?? COLOURS[place(name) % COLOURS.length]);
-}
-const dash = (name) => DASHES[FIXED.has(name) ? 0 : Math.floor(place(name) / COLOURS.length) % DASHES.length];
+const learner = (name) => story.learners.find((it) => it.name === name.replace(/'s part$/, ""));
 
-function place(name) { // among the colours: the same now, after a reload and in the report
-  const numbers = new Map(story.learners.map((it) => [it.name, it.number]));
-  if (numbers.has(name)) return numbers.get(name);
-  const others = Object.keys({ ...kept.loss, ...kept.training }).filter((it) => !FIXED.has(it) && !numbers.has(it));
-  const own = others.indexOf(name); // controls have theirs from the other end
-  return own + COLOURS.length - 1 - 2 * (own % COLOURS.length);
+function colour(name) { // the same now, after a reload and in the report
+  const it = learner(name);
+  return css(it ? COLOURS[it.number % COLOURS.length] : name === "global model" ? "--ink" : "--other");
 }
+
+function dash(name) {
+  const it = learner(name);
+  if (it) return DASHES[(Math.floor(it.number / COLOURS.length) + (name === it.name ? 0 : 1)) % DASHES.length];
+  return name === "global model" ? "solid" : DATA_PARALLEL.includes(name) ? "dash" : "dot";
+}
+
+const lossLabel = () => (story.groups ? "loss" : `loss, nats per ${story.demo ? "byte" : "token"}`); // a token of a demo is a byte
 
 // --- data
 
 const merged = (before, points) => before.concat(points).sort((a, b) => a[0] - b[0]).slice(-MAX.points);
 
 function take(update) {
-  for (const list of ["merges", "events"]) kept[list] = kept[list].concat(update[list]).slice(-MAX[list]);
+  const names = Object.fromEntries(update.learners.map((it) => [it.number, it.name]));
+  const named = ({ who, absent, ...it }) => ({ ...it, who: who.map((num) => names[num]), absent: absent.map((num) => names[num]) });
+  kept.merges = kept.merges.concat(update.merges.map(named)).slice(-MAX.merges);
+  kept.events = kept.events.concat(update.events).slice(-MAX.events).sort((a, b) => a.t - b.t);
   for (const set of ["loss", "training", "rewards"])
     for (const [name, points] of Object.entries(update[set]))
       kept[set][name] = merged(kept[set][name] ?? [], points);
-  for (const list of ["speed", "wire"]) kept[list] = kept[list].concat(update[list]).slice(-MAX.points);
+  kept.speed = kept.speed.concat(update.speed).slice(-MAX.points);
   story = update;
+  story.learners.sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
   show();
 }
 
@@ -105,9 +112,9 @@ function hideEmpty(head) { // a section that has nothing to show isn't there
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
 }
 
-const fewer = (ratio) => {
+const fewer = (ratio, what = " bytes") => {
   const times = Math.max(ratio, 1 / ratio);
-  return `${times >= 9.95 ? Math.round(times) : times.toFixed(1)} times ${ratio < 1 ? "more" : "fewer"} bytes than data parallel`;
+  return `${times >= 9.95 ? Math.round(times) : times.toFixed(1)} times ${ratio < 1 ? "more" : "fewer"}${what} than data parallel`;
 };
 
 function lead(head) {
@@ -120,23 +127,39 @@ function lead(head) {
 
 const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
 
-function tiles(head) { // one without a number isn't there
+function gaps() { // for each point of the global model: the loss of data parallel at as many tokens, and the gap in percent
+  const control = kept.loss[DATA_PARALLEL.find((name) => kept.loss[name])] ?? [];
+  return (kept.loss["global model"] ?? []).flatMap(([tokens, loss]) => {
+    const end = control.findIndex((point) => point[0] >= tokens);
+    if (end < 0 || control[0][0] > tokens) return [];
+    const [[x0, y0], [x1, y1]] = [control[Math.max(0, end - 1)], control[end]];
+    const other = x1 === x0 ? y1 : y0 + ((y1 - y0) * (tokens - x0)) / (x1 - x0);
+    return [{ tokens, loss, other, percent: 100 * (loss / other - 1) }];
+  });
+}
+
+function recovery(it) { // of the learner that was lost last
+  if (it === null) return tile(0, "learners lost");
+  return it.seconds === null ? tile("–", `${it.learner} is not back`)
+    : tile(duration(it.seconds), `from the ${it.kind === "killed" ? "kill" : "eviction"} of ${it.learner} to its next merge`);
+}
+
+function tiles(head) {
   const done = head.budget ? Math.min(1, head.tokens / head.budget) : null;
   const meter = done === null ? null : make("div", { class: "meter" }, make("i", { style: { width: `${100 * done}%` } }));
   const ended = head.state === "ended", passed_s = (ended ? head.ended_at : story.now) - head.started_at;
   const restarts = head.restarts ? `; the syncer was restarted ${head.restarts === 1 ? "once" : `${head.restarts} times`}` : "";
-  const time = ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
-    : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`);
-  const speed = ended && passed_s > 0 ? tile(short(head.tokens / passed_s), "tokens per second, on average")
-    : head.tokens_per_s === null ? null : tile(short(head.tokens_per_s), "tokens per second");
+  const speed = ended && passed_s > 0 ? head.tokens / passed_s : head.tokens_per_s;
+  const gap = gaps().at(-1), count = ended ? story.learners.length : head.planned || head.live;
   const all = [
-    head.loss === null ? null : tile(head.loss.toFixed(4), "held-out loss, nats per token"),
-    tile(short(head.tokens), head.budget ? `tokens, ${percent(done)} of ${short(head.budget)}` : "tokens trained", meter),
-    time,
-    speed,
-    ended ? tile(story.learners.length, story.learners.length === 1 ? "learner took part" : "learners took part")
-      : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, (head.planned || head.live) === 1 ? "learner live" : "learners live"),
-    tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
+    gap ? tile(`${gap.percent > 0 ? "+" : "−"}${Math.abs(gap.percent).toFixed(1)} %`, `${lossLabel()}, against data parallel: ${gap.loss.toFixed(3)} and ${gap.other.toFixed(3)}`)
+      : head.loss === null ? null : tile(head.loss.toFixed(4), `held-out ${lossLabel()}`),
+    tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire, ${fewer(head.ratio, "")} (computed, ${short(head.parallel_bytes, "B")})`),
+    tile(short(head.tokens), `tokens${done === null ? "" : `, ${percent(done)} of ${short(head.budget)}`}${speed ? `; ${short(speed)} per second` : ""}`, meter),
+    ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
+      : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`),
+    tile(!ended && head.planned ? `${head.live} of ${count}` : count, `${count === 1 ? "learner" : "learners"} ${ended ? "took part" : "live"}`),
+    recovery(head.recovery),
   ];
   $("tiles").replaceChildren(...all.filter(Boolean));
 }
@@ -163,11 +186,14 @@ function members() {
   $("members").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 }
 
+const MAX_NAMES = 8;
+const some = (names) => (names.length > MAX_NAMES ? `${names.length} learners` : names.join(", "));
+
 function merges() {
   const lines = kept.merges.slice(-8).reverse().map((merge) => {
-    const absent = merge.absent.length ? `; without ${merge.absent.join(", ")}` : "";
+    const absent = merge.absent.length ? `; without ${some(merge.absent)}` : "";
     const scale = merge.scale === 1 ? "" : `; a step of ${merge.scale.toFixed(2)}`;
-    const text = `version ${merge.version} of fragment ${merge.fragment} by ${merge.who.join(", ")}${absent}${scale}: ${merge.reason || "merged"}`;
+    const text = `version ${merge.version} of fragment ${merge.fragment} by ${some(merge.who)}${absent}${scale}: ${merge.reason || "merged"}`;
     return make("li", {}, make("time", {}, clock(merge.t)), text);
   });
   const rest = story.num_merges - lines.length;
@@ -183,7 +209,7 @@ function heat() {
     const cells = it.behind.map((behind, index) => {
       if (behind === null) return make("td", { class: "cell", title: `${it.name} does not hold fragment ${index}` }, wide ? "" : "–");
       const strength = Math.min(1, behind / 4);
-      const style = { background: `color-mix(in srgb, var(--lost) ${Math.round(85 * strength)}%, var(--card))` };
+      const style = { background: `color-mix(in srgb, var(--other) ${Math.round(60 * strength)}%, var(--card))` };
       return make("td", { class: "cell", style, title: `${it.name}, fragment ${index}: ${behind} behind` }, wide ? "" : behind);
     });
     return make("tr", {}, make("th", { scope: "row" }, it.name), ...cells);
@@ -231,17 +257,20 @@ function load() { // of each block of a mixture
   }));
 }
 
-function parts(found, paint, told) { // of a whole: a bar, and its keys
+function shade(key, index) {
+  return /^(lost|refused)/.test(key) ? "var(--bad)" : `color-mix(in srgb, var(--ink) ${Math.max(12, 86 - 22 * index)}%, var(--bg))`;
+}
+
+function parts(found, told) { // of a whole: a bar, and its keys
   const entries = Object.entries(found).filter(([, value]) => value > 0), total = entries.reduce((sum, [, value]) => sum + value, 0);
-  const bar = entries.map(([key, value]) => make("i", { style: { width: `${(100 * value) / total}%`, background: paint(key) }, title: key }));
-  const keys = entries.map(([key, value]) => make("span", {}, make("span", { class: "dot", style: { background: paint(key) } }), `${key} ${told(value, total)}`));
+  const bar = entries.map(([key, value], index) => make("i", { style: { width: `${(100 * value) / total}%`, background: shade(key, index) }, title: key }));
+  const keys = entries.map(([key, value], index) => make("span", {}, make("span", { class: "dot", style: { background: shade(key, index) } }), `${key} ${told(value, total)}`));
   return [make("div", { class: "bar", "aria-hidden": "true" }, ...bar), make("div", { class: "keys" }, ...keys)];
 }
 
 function ledger() {
-  const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
   const found = Object.fromEntries(Object.entries(story.ledger).map(([key, tokens]) => [key.replace("discarded: not merged", "not merged"), tokens]));
-  $("ledger").replaceChildren(...parts(found, paint, (tokens, total) => `${((100 * tokens) / total).toFixed(1)} %`));
+  $("ledger").replaceChildren(...parts(found, (tokens, total) => `${((100 * tokens) / total).toFixed(1)} %`));
 }
 
 const WORKERS = ["worker", "role", "generated", "scored", "refused", "holds", "version"];
@@ -249,11 +278,9 @@ const WORKERS = ["worker", "role", "generated", "scored", "refused", "holds", "v
 function groups() { // of reinforcement learning
   const it = story.groups;
   if (!it) return;
-  const paint = (key) => ({ merged: "var(--merged)", waiting: "var(--pending)", leased: "var(--blue)", stale: "var(--lost)", refused: "var(--red)" })[key] ?? "var(--other)";
   const count = (value) => value.toLocaleString();
-  const states = parts({ waiting: it.waiting, leased: it.leased, ...it.ended }, paint, count);
-  const staleness = parts(Object.fromEntries(Object.entries(it.staleness).map(([versions, num]) => [`${versions} versions old`, num])),
-    (key) => `color-mix(in srgb, var(--ink) ${90 - Math.min(70, 18 * parseInt(key))}%, transparent)`, count);
+  const states = parts({ waiting: it.waiting, leased: it.leased, ...it.ended }, count);
+  const staleness = parts(Object.fromEntries(Object.entries(it.staleness).map(([versions, num]) => [`${versions} versions old`, num])), count);
   $("groups").replaceChildren(make("p", {}, `${count(it.acknowledged)} acknowledged; ${count(it.prompts)} prompts are generated`), ...states, ...staleness);
   const cell = (text, index) => make("td", { "data-head": WORKERS[index], class: index > 1 ? "n" : "" }, text);
   const rows = it.workers.map((each) => [each.live ? each.name : `${each.name} (gone)`, each.role, count(each.generated), count(each.scored), count(each.refused),
@@ -273,9 +300,8 @@ function bytes(head) { // bars of true length: 49 times fewer is a sliver
 }
 
 function events() {
-  const tone = { good: "good", bad: "bad", plain: "" };
-  $("events").replaceChildren(...kept.events.slice().sort((a, b) => b.t - a.t).map((event) =>
-    make("li", { class: tone[event.tone] }, make("time", {}, clock(event.t)), event.text)));
+  $("events").replaceChildren(...kept.events.slice().reverse().map((event) =>
+    make("li", { class: event.tone === "bad" ? "bad" : "" }, make("time", {}, clock(event.t)), event.text)));
 }
 
 function method(values) {
@@ -302,62 +328,85 @@ function draw(id, traces, shape) {
 function lines(curves) {
   const few = Object.values(curves).some((points) => points.length < 60);
   return Object.entries(curves).sort().map(([name, points]) => ({
-    x: points.map((point) => point[0]), y: points.map((point) => point[1]), name: plain(name), type: "scatter",
+    x: points.map((point) => point[0]), y: points.map((point) => point[1]), name: plain(DATA_PARALLEL.includes(name) ? DATA_PARALLEL[0] : name), type: "scatter",
     mode: few ? "lines+markers" : "lines", marker: { size: 5, color: colour(name) }, line: { color: colour(name), width: 2, dash: dash(name) },
   }));
 }
 
 function charts() {
-  const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
+  const found = gaps(), unit = lossLabel();
+  const loss = layout("tokens trained by the run", unit, found.length ? 400 : 300, { showlegend: true, shapes: warmStart() });
   loss.xaxis.rangemode = "tozero";
-  draw("loss", lines(kept.loss), loss);
+  $("gap-note").hidden = found.length === 0;
+  const traces = lines(kept.loss);
+  if (found.length) {
+    loss.yaxis.domain = [0.34, 1];
+    loss.yaxis2 = { ...loss.yaxis, domain: [0, 0.24], title: { text: "gap, %", font: { size: 12 } }, zeroline: true, zerolinecolor: css("--other"), zerolinewidth: 2, rangemode: "tozero", nticks: 4 };
+    loss.xaxis.anchor = "y2";
+    const line = lines({ "global model": found.map((it) => [it.tokens, it.percent]) })[0];
+    traces.push({ ...line, yaxis: "y2", name: "gap", showlegend: false });
+  }
+  draw("loss", traces, loss);
   const tasks = lines(kept.rewards).map((line, index) => {
-    const color = css(COLOURS[index % COLOURS.length]);
-    return { ...line, marker: { size: 5, color }, line: { color, width: 2 } };
+    const color = css(index < DASHES.length ? "--ink" : "--other");
+    return { ...line, marker: { size: 5, color }, line: { color, width: 2, dash: DASHES[index % DASHES.length] } };
   });
   draw("rewards", tasks, layout("groups scored", "mean reward", 260, { showlegend: true }));
-  draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
+  const own = lines(kept.training);
+  draw("training", own, layout("inner step", unit, 300, { showlegend: own.length <= 12 }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
-    line: { color: css("--accent"), width: 2 }, name: "tokens/s" }], layout("", "tokens per second", 220, { showlegend: false }));
+    line: { color: css("--ink"), width: 2 }, name: "tokens/s" }], layout("", "tokens per second", 220, { showlegend: false, yaxis: { title: { text: "tokens per second" }, rangemode: "tozero" } }));
   timeline();
 }
 
 function warmStart() { // the tokens that were trained before the run had its model
   const x1 = story.head.began_at;
-  if (!Object.values(kept.loss).some((points) => points.some((point) => point[0] < x1))) return {};
-  const band = { type: "rect", yref: "paper", x0: 0, x1, y0: 0, y1: 1, fillcolor: css("--line"), opacity: 0.45, line: { width: 0 }, layer: "below" };
-  const text = { text: "warm start", x: x1 / 2, yref: "paper", y: 0, yanchor: "bottom", showarrow: false, font: { color: css("--soft") } };
-  return { shapes: [band], annotations: [text] };
+  if (!Object.values(kept.loss).some((points) => points.some((point) => point[0] < x1))) return [];
+  return [{ type: "rect", yref: "paper", x0: 0, x1, y0: 0, y1: 1, fillcolor: css("--line"), opacity: 0.45, line: { width: 0 }, layer: "below",
+    name: "warm start", showlegend: true }];
 }
 
-function timeline() {
-  const names = story.learners.map((it) => it.name).reverse();
-  const why = (merge) => plain(`version ${merge.version} of fragment ${merge.fragment} by ${merge.who.join(", ")}: ${merge.reason || "merged"}`);
-  const row = (name, part, marker, label) => {
-    const found = kept.merges.filter((merge) => merge[part].includes(name));
-    return { x: found.map((merge) => new Date(merge.t * 1000)), y: found.map(() => plain(name)), text: found.map(why),
-      hovertemplate: `%{text}<extra>${label}</extra>`, type: "scatter", mode: "markers", marker, showlegend: false };
-  };
-  const traces = names.flatMap((name) => [
-    row(name, "who", { symbol: "line-ns-open", size: 16, color: colour(name), line: { width: 2, color: colour(name) } }, "merged"),
-    row(name, "absent", { symbol: "x-thin-open", size: 8, color: css("--bad"), line: { width: 2, color: css("--bad") } }, "missed"),
-  ]);
-  const mark = (kind, marker, label) => {
-    const found = kept.events.filter((event) => event.kind === kind && names.includes(event.learner));
-    return { x: found.map((event) => new Date(event.t * 1000)), y: found.map((event) => plain(event.learner)),
-      text: found.map((event) => plain(event.text)), hovertemplate: `%{text}<extra></extra>`, type: "scatter", mode: "markers",
-      marker: { size: 12, line: { width: 1, color: css("--bg") }, ...marker }, name: label, showlegend: found.length > 0 };
-  };
-  traces.push(
-    mark("evicted", { symbol: "diamond-open", size: 20, line: { width: 2 }, color: css("--bad") }, "evicted: silent, stalled or replaced"),
-    mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"), // inside the diamond, at the same moment
-    mark("killed", { symbol: "x", color: css("--bad") }, "killed"),
-    mark("left", { symbol: "square", color: css("--soft") }, "left"));
-  const shape = layout("", "", 100 + 34 * Math.max(1, names.length));
-  shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
-  draw("timeline", traces, shape);
+const CELL = 10; // pixels of a box of the timeline, and of a mark
+const MARKS = { // a shape for each kind; that of a loss is in the colour of a warning
+  killed: ["bad", "M1 1l8 8m0-8l-8 8", "killed"], evicted: ["bad", "M5 1l4 4-4 4-4-4z", "evicted: silent, stalled or replaced"],
+  joined: ["full", "M5 1l4 8h-8z", "joined"], left: ["", "M1 1h8l-4 8z", "left"],
+  merged: ["full", "M2 0h6v11h-6z", "merged"], missed: ["", "M2 0h6v11h-6z", "missed"],
+};
+const canvas = (width, height, ...inner) => make("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, ...inner);
+const mark = (kind, at, text) => make("path", { class: `${kind} ${MARKS[kind][0]}`, d: MARKS[kind][1], transform: `translate(${at * CELL} 0)` }, make("title", {}, text));
+
+function timeline() { // a row for each learner: its events above boxes, each of which has the merges of a short time
+  const place = $("timeline"), isWhole = story.num_merges === kept.merges.length;
+  if (!place.clientWidth || !kept.merges.length) return;
+  const events = kept.events.filter((it) => MARKS[it.kind] && learner(it.learner) && (isWhole || it.t >= kept.merges[0].t));
+  const times = [...kept.merges, ...events].map((it) => it.t), first = Math.min(...times), last = Math.max(...times);
+  const num = Math.floor((place.clientWidth - (matchMedia("(max-width: 560px)").matches ? 0 : 190)) / CELL);
+  const bin = (t) => Math.min(num - 1, Math.floor((num * (t - first)) / (last - first || 1)));
+  const box = (at, height) => `M${at * CELL + 2} 26v${-height}h6v${height}z`;
+  const rows = story.learners.map(({ name }) => {
+    const count = (part) => kept.merges.filter((it) => it[part].includes(name)).reduce((sums, it) => { sums[bin(it.t)] += 1; return sums; }, Array(num).fill(0));
+    const merged = count("who"), missed = count("absent"), taken = new Set();
+    const total = (counts) => counts.reduce((sum, it) => sum + it, 0);
+    const marks = events.filter((it) => it.learner === name).slice(-num).map((it) => {
+      let at = bin(it.t);
+      for (let way = 1; taken.has(at); at += way) if (at === num - 1) way = -1; // the next place that is free
+      taken.add(at);
+      return mark(it.kind, at, `${clock(it.t)} ${it.text}`);
+    });
+    return make("div", { class: "strip" }, make("span", { title: name }, name), canvas(num * CELL, 28,
+      make("title", {}, `${name}: in ${total(merged)} merges, missed ${total(missed)}`),
+      make("path", { class: "missed", d: missed.map((it, at) => (it ? box(at, 12) : "")).join("") }),
+      make("path", { class: "merged full", style: { fill: colour(name) }, d: merged.map((it, at) => (it ? box(at, (12 * it) / (it + missed[at])) : "")).join("") }), ...marks));
+  });
+  place.replaceChildren(...rows);
+  const kinds = ["merged", "missed", ...new Set(events.map((it) => it.kind))];
+  $("marks").replaceChildren(...kinds.map((kind) => make("span", { class: "mark" }, canvas(CELL, 12, mark(kind, 0, "")), MARKS[kind][2])));
+  const when = (t) => (last - first < 86400 ? clock(t) : new Date(t * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" }));
+  $("times").replaceChildren(make("span"), make("div", { class: "times", style: { width: `${num * CELL}px` } }, ...[first, (first + last) / 2, last].map((t) => make("span", {}, when(t)))));
 }
+
+addEventListener("resize", () => { if (story) timeline(); });
 
 // --- orders of an admin
 
@@ -420,7 +469,7 @@ for (const button of document.querySelectorAll("[data-order]")) button.addEventL
 function follow() {
   const source = new EventSource("updates");
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
-  source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] }); });
+  source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, rewards: {}, speed: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
   source.addEventListener("failed", () => { source.close(); say("stopped: the syncer's log has the reason", "gone"); });
   source.onerror = () => {
