@@ -46,6 +46,7 @@ def test_the_victim_is_one_of_the_rollout_workers_and_dies_on_the_way() -> None:
     assert 0 < RlPlan().kill_at_step < RlPlan().steps
 
 
+@pytest.mark.slow
 def test_an_untrained_model_is_almost_never_right(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", RlPlan(), 0) as config:
         [(name, parts)] = TaskEvaluation(config, 200).scores(None).items()

@@ -77,6 +77,7 @@ def test_a_process_that_does_nothing_new_does_not_work() -> None:
     assert works("trainer-0", first, status(3, 7, ["trainer-0"]))
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_by_itself_is_found(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('run = {name = "none", tokens = 1}\n')
     with Roles(tmp_path, tmp_path / "run.toml") as roles:

@@ -137,6 +137,7 @@ def test_without_numba_torch_computes_and_says_so_once() -> None:
     )
 
 
+@pytest.mark.slow
 def test_loops_that_numba_is_told_not_to_compile_are_not_loaded() -> None:
     code = "from diloco.core import arithmetic\n" + CHOOSE
     assert "NUMBA_DISABLE_JIT is set" in ran(code, NUMBA_DISABLE_JIT="1").stdout

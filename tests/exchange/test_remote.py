@@ -131,6 +131,7 @@ def test_closing_while_joining_again_is_prompt(tmp_path: Path) -> None:
             exchange.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_without_closing_ends(tmp_path: Path) -> None:
     """The threads of an exchange do not keep it alive, even with the syncer gone."""
     script = (
@@ -237,6 +238,7 @@ def test_connections_that_broke_at_the_syncers_end_are_dialled_anew(tmp_path: Pa
     assert not evictions(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_syncer_that_is_slow_to_answer_does_not_see_its_learner_hang_up(tmp_path: Path) -> None:
     """The learner dials anew; until that is answered its old connection stays, and the syncer has no reason to think it
     dead."""

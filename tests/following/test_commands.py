@@ -150,6 +150,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_process_that_was_killed_while_it_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

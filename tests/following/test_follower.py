@@ -388,7 +388,13 @@ def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_ther
         assert len(said) == (0 if is_reachable else 1)
 
 
-@pytest.mark.parametrize("how", ["from the store", "unreachable", "damaged", "outer steps on learners"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "from the store",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("unreachable", "damaged", "outer steps on learners")),
+    ],
+)
 def test_a_joiner_takes_the_model_from_the_bucket(
     how: str,
     bucket: BucketServer,

@@ -347,9 +347,7 @@ KINDS = {
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.slow] if each != "fsdp" else []) for each in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.slow) for each in KINDS])
 def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) -> None:
     """Two ranks and a single process train one run, and validate its model. All are killed and resumed, with as many
     ranks or others, and end with the bits of a run without an interruption."""

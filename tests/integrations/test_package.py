@@ -39,6 +39,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(module: str, ab
     )
 
 
+@pytest.mark.slow
 def test_processes_that_are_forked_beside_a_learner_live(tmp_path: Path) -> None:
     """With gRPC's fork handlers, one of eight is aborted."""
     with serve(tmp_path / "syncer", diloco.DiLoCo(sync_every=2)) as syncer, running() as scripts:

@@ -93,6 +93,7 @@ def test_by_default_the_base_is_sent_and_exported() -> None:
     assert names == set(Adapted().state_dict())
 
 
+@pytest.mark.slow
 def test_a_learner_copies_nothing_of_its_base() -> None:
     """Storage of tensors that the learner adds to those of the model, by what Python can reach."""
 

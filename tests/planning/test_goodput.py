@@ -58,6 +58,7 @@ def test_only_chips_per_learner_matter_to_elastic_and_decoupled() -> None:
     assert len({round(closed_form(fleet) or 0.0, 12) for fleet in same}) == 1
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     page = study.PAGE.read_text(encoding="utf-8")
     assert filled(page, study.tables()) == page, "run python -m studies.goodput"

@@ -5,6 +5,7 @@ from studies import utilization
 from studies.pages import filled
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     page = utilization.PAGE.read_text(encoding="utf-8")
     assert filled(page, utilization.tables()) == page, "run python -m studies.utilization"

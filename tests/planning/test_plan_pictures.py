@@ -55,7 +55,7 @@ def question(method: str, *, learners: int | None = None, **options: str | float
         (question("streaming", overlap=5, latency_s=0.02),
          {"data parallel", "DiLoCo", "Streaming DiLoCo", "Streaming DiLoCo, τ = 1", "eager updates"}),
         (question("diloco", learners=1), {"Streaming DiLoCo", "Streaming DiLoCo, τ = 1", "eager updates"}),
-        (question("decoupled", learners=2), set()),
+        pytest.param(question("decoupled", learners=2), set(), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_the_link_asked_for_is_on_the_curve_and_the_key_names_the_curves(asked: LinkModel, others: set[str]) -> None:

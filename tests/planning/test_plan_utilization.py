@@ -139,6 +139,7 @@ def test_learners_around_a_syncer(call: Call) -> None:
     assert free["computing"] > 99
 
 
+@pytest.mark.slow
 def test_decoupled_learners_always_compute_and_are_judged_by_their_pace(call: Call) -> None:
     half, most = answers(call, "--model", "1b", "--method", "decoupled", "--targets", "50,95")
     assert half["measure"] == "pace"
@@ -246,7 +247,10 @@ def test_a_share_of_the_experts_that_cannot_be_held(call: Call, arguments: tuple
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("around", [(), ("--learners", "2", "--latency", "10 ms"), ("--method", "decoupled")])
+@pytest.mark.parametrize(
+    "around",
+    [(), ("--learners", "2", "--latency", "10 ms"), pytest.param(("--method", "decoupled"), marks=pytest.mark.slow)],
+)
 def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
     page = tmp_path / "link.html"
     code, _, said = call("--model", "1b", "--targets", "50,90", "--out", str(page), *around)

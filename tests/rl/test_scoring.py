@@ -199,6 +199,7 @@ def test_prompts_are_those_of_the_tasks(settings: dict[str, TaskTable]) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_prompts_are_sampled_without_the_reward_model(tmp_path: Path) -> None:
     config = config_of(f'task.letters.reward_model="{tmp_path}"')
     with make_scorer(config, scores=False) as scorer:
@@ -229,6 +230,7 @@ def test_without_a_reward_model_the_child_has_no_torch_and_never_the_keys(scorer
     assert scorer.score("trials", PROMPT, ["has torch", "has keys"]) == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_in_the_child(settings: dict[str, TaskTable], tmp_path: Path) -> None:
     classifier(tmp_path)
     rewarded = TaskTable(source="trials", reward_model=str(tmp_path))

@@ -26,6 +26,7 @@ def start(config: RunConfig) -> State:
     return supervised(config)
 
 
+@pytest.mark.slow
 def test_a_cell_repeats_itself(config: RunConfig, start: State) -> None:
     first, again = (run_cell("H=5,s=1", config, start, steps=STEPS) for _ in range(2))
     assert [point.step for point in first] == [0, STEPS]

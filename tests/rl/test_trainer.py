@@ -78,6 +78,7 @@ def test_what_is_rewarded_becomes_more_probable() -> None:
     assert growth[65] > growth[66:69].max()
 
 
+@pytest.mark.slow
 def test_the_first_model_has_learnt_answers_and_is_the_reference_of_every_trainer() -> None:
     start = ("rl.supervised_steps=150", "rl.supervised_batch=16", "rl.supervised_lr=1e-2")
     said = list[str]()

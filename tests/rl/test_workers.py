@@ -104,6 +104,7 @@ def freeze(process: ForkServerProcess, run: ServedRun, role: str, name: str) -> 
     until(is_frozen_at_work, f"{name} does no work")
 
 
+@pytest.mark.slow
 def test_prompts_of_a_frozen_and_of_a_killed_rollout_return(tmp_path: Path) -> None:
     out = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
     with served(tmp_path, AHEAD, deadlines=SHORT) as run, Trainer(run, trains=False), Workers() as workers:
@@ -133,6 +134,7 @@ def test_prompts_of_a_frozen_and_of_a_killed_rollout_return(tmp_path: Path) -> N
             os.close(out)
 
 
+@pytest.mark.slow
 def test_groups_of_a_killed_reward_worker_are_scored_by_another(tmp_path: Path) -> None:
     with served(tmp_path, AHEAD, deadlines=SHORT) as run, Trainer(run, trains=False), Workers() as workers:
         workers.start(run_rollout, run.config(), "paris")
@@ -150,6 +152,7 @@ def test_groups_of_a_killed_reward_worker_are_scored_by_another(tmp_path: Path) 
             rome.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_syncer_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
     steps = {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 24"}
     syncer = ForkedSyncer(tmp_path, write_run_file(tmp_path, "127.0.0.1:0", steps).read_text())
@@ -202,6 +205,7 @@ def test_bad_prompts_and_scores_end_no_worker(tmp_path: Path, caplog: pytest.Log
         assert groups["refusals"][-1][1]
 
 
+@pytest.mark.slow
 def test_a_prompt_whose_sample_hangs_is_refused_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     change = {"letters:Letters": "letters:Hanging", "queue = 16": "queue = 16\nscore_timeout_s = 8.0"}
     with served(tmp_path, change) as run, Trainer(run, trains=False), Workers() as workers:
@@ -239,6 +243,7 @@ def test_a_worker_with_other_settings_or_the_name_of_another_ends(tmp_path: Path
         assert not second.done()
 
 
+@pytest.mark.slow
 def test_keys_of_another_role_or_name_are_refused(tmp_path: Path) -> None:
     names: list[tuple[str, Any]] = [("trainer", "learner"), ("paris", "rollout"), ("rome", "reward")]
     Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], names, DAY)
@@ -358,6 +363,7 @@ def test_a_group_that_is_not_the_tasks_is_refused(tmp_path: Path) -> None:
         run.require_account()
 
 
+@pytest.mark.slow
 def test_all_roles_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change = {"tokens = 1_000_000": "tokens = 1_000_000\nsteps = 4"}
     path = write_run_file(tmp_path, f"127.0.0.1:{free_port()}", change)
@@ -377,6 +383,7 @@ def test_all_roles_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "another `diloco rl --local` runs 'letters'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_page_trains_on_groups_of_workers(tmp_path: Path) -> None:
     [loop] = [each.text for each in blocks_of(PAGE.read_text(), "docs/rl.md") if each.text.startswith("import sys")]
     change = {
@@ -409,6 +416,7 @@ def score(prompt, completion):
 """Its score tells the part of a prompt: below a half it is held out."""
 
 
+@pytest.mark.slow
 def test_the_newest_model_is_evaluated_on_a_task_beside_the_run_file(tmp_path: Path) -> None:
     (tmp_path / "a_task_beside_its_run_file.py").write_text(OWN_TASK)
     change = {'source = "tests.rl.letters:Letters"': 'source = "a_task_beside_its_run_file"\nheld_out = 0.5'}

@@ -113,6 +113,7 @@ def test_a_manifest_that_is_too_large_is_not_read(bucket: Bucket) -> None:
     assert bucket.swap(b"mended", found.token)
 
 
+@pytest.mark.slow
 def test_of_two_writers_one_wins(bucket: Bucket, server: BucketServer) -> None:
     """400 races: the first swap of each prefix, and one from a common token."""
     both = threading.Barrier(2)

@@ -329,6 +329,7 @@ def run_child(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) ->
     return child.stdout
 
 
+@pytest.mark.slow
 def test_files_may_not_grow_and_later_may(tmp_path: Path) -> None:
     """The kernel refuses writes beyond a size: of a version, then of the record."""
     script = """
@@ -437,6 +438,7 @@ for point in sys.argv[3:]:
     assert len(run_child(script, tmp_path, *POINTS).splitlines()) == 3 * 3 + 3
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment(tmp_path: Path) -> None:
     """A publisher is killed while it runs at full speed; whatever it had reported as published is there."""
     script = """

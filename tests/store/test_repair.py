@@ -170,7 +170,11 @@ def damaged_runs(healthy: Path, tmp_path: Path, num_files: int, damages: list[st
 
 @pytest.mark.parametrize(
     ("num_files", "damages"),
-    [(1, list(DAMAGES)), pytest.param(2, ["missing", "middle"], marks=pytest.mark.slow)],
+    [
+        (1, ["missing", "middle"]),
+        pytest.param(1, list(DAMAGES), marks=pytest.mark.slow),
+        pytest.param(2, ["missing", "middle"], marks=pytest.mark.slow),
+    ],
 )
 def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, damages: list[str]) -> None:
     outcomes: dict[str, int] = {}
@@ -184,7 +188,7 @@ def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, dama
         shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
     # the object with the layout, of which there is one; and both versions of fragment 1
     assert outcomes["lost"] == (len(damages) if num_files == 1 else len(damages) ** 2 * (len(DAMAGED) - 1 + 1))
-    assert min(outcomes["repaired"], outcomes["whole"]) > 10
+    assert min(outcomes["repaired"], outcomes["whole"]) > len(damages)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(5, marks=pytest.mark.slow)])

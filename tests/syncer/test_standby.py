@@ -332,6 +332,7 @@ def test_a_clean_stop_gives_the_run_up_at_once(tmp_path: Path) -> None:
         assert pair.manifest().epoch == 3
 
 
+@pytest.mark.slow
 def test_a_first_that_is_started_again_goes_on_at_once(tmp_path: Path) -> None:
     """Both are killed. The first knows that the manifest's claim was its own; the lease is longer than the test."""
     with Pair(tmp_path, lease_s=3600.0) as pair:
@@ -392,6 +393,7 @@ def test_a_start_that_is_no_standby_is_refused_where_another_syncer_serves(tmp_p
         assert pair.manifest().epoch == 1
 
 
+@pytest.mark.slow
 def test_a_standby_refuses_a_manifest_that_names_objects_of_two_runs_and_gives_up_the_lease(tmp_path: Path) -> None:
     with ExitStack() as stack:
         pair = stack.enter_context(Pair(tmp_path, at_least=1))
@@ -416,6 +418,7 @@ def test_a_standby_refuses_a_manifest_that_names_objects_of_two_runs_and_gives_u
         assert pair.manifest() == replace(damaged, epoch=2, serial=damaged.serial + 2, boot=0, address="")
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over_while_it_loads_the_model_that_it_is_to_hold(tmp_path: Path) -> None:
     """The bucket answers its first read of a version only after the takeover. What that brings is dropped."""
     payload = method(codec="e3m0").for_fragment(0).up.encode(torch.ones(layout().fragments[0].numel))

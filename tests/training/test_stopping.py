@@ -189,6 +189,7 @@ def test_a_learner_that_joins_no_syncer_stops(tiny: Tiny, tmp_path: Path) -> Non
         assert (checkpoint / "manifest.json").stat() == before
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
     with serve(tiny(SCHEDULED), tmp_path / "state") as syncer:
         config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
@@ -207,6 +208,7 @@ def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
         assert load_checkpoint(newest(config, "second"))["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_refused_while_it_waits_ends_with_a_checkpoint_and_one_sentence(
     tiny: Tiny, tmp_path: Path
 ) -> None:
