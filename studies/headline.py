@@ -4,7 +4,7 @@
     python -m studies.headline --run 5    run the demo with seeds 0 to 4 first; about 90 s each on two cores
 
 A demo is a syncer and three learners, one of them killed, and data parallel on as many tokens from the same start. Its
-bytes are counted by the syncer, both directions; data parallel's are computed (a ring all-reduce of fp32 gradients in
+bytes are counted by the syncer, both directions; data parallel's are computed (a ring all-reduce of bf16 gradients in
 every step).
 """
 

@@ -165,7 +165,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"held-out loss: {it['global_loss']:.4f} nats per byte, data parallel {it['baseline_loss']:.4f} "
         f"({it['loss_gap_percent']:+.1f} %){alone}\n"
         f"on the wire: {it['wire_bytes'] / 1e6:,.1f} MB, data parallel {it['baseline_wire_bytes'] / 1e6:,.1f} MB "
-        "(computed: a ring all-reduce of fp32 gradients in every step)\n"
+        "(computed: a ring all-reduce of bf16 gradients in every step)\n"
         f"in the store: {it['versions']:,} versions, {it['versions_lost']:,} lost{bucket}\n"
         f"{it['run']['merges']} merges, {it['tokens']:,} tokens, {it['seconds']:.0f} s; "
         "a killed process is forked again with its imports loaded"
