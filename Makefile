@@ -2,7 +2,7 @@
 #
 #   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way; with
 #                 ARGS="--store bucket" the syncer of two, over a bucket of this machine; with ARGS=--rl reinforcement learning
-#   make test     the tests that a change needs, in two processes
+#   make test     the tests that a change needs, in four processes
 #   make test-all all tests; with ARGS=--cov, which lines and branches they run
 #   make arithmetic   what must hold to the bit, computed by compiled loops whatever the size: the contracts of tests/core, torchft, trajectories
 #   make lint     ruff, mypy, import directions
@@ -47,9 +47,10 @@ SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-# A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest. The processes that
-# tests start keep compiled modules, whatever the caller's environment says.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest. Tests wait for deadlines
+# and processes for a third of their time, so four of them keep two cores busy. The processes that tests start keep compiled modules,
+# whatever the caller's environment says.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: all demo test test-all arithmetic lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:

@@ -60,6 +60,7 @@ def test_what_a_fragment_costs_has_a_row_each() -> None:
     assert all(row["name"] in console.export_text(clear=False) for row in rows)
 
 
+@pytest.mark.slow
 def test_the_arithmetic_of_rounds_has_a_row_for_each_way_and_its_spread() -> None:
     rows = arithmetic.measure(1 << 18, repeats=2)
     assert len({row["name"] for row in rows}) == len(rows)
@@ -114,6 +115,7 @@ def test_the_planner_answers_what_it_is_asked(command: str) -> None:
     assert row["ratio"] > 0
 
 
+@pytest.mark.slow
 def test_make_gpu_says_that_no_gpu_was_found(tmp_path: Path) -> None:
     """By its exit code, on its page and in a line; it is no success."""
     page = tmp_path / "gpu" / "page.md"

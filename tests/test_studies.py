@@ -324,6 +324,7 @@ def test_the_figures_are_of_the_runs() -> None:
 # ------------------------------------------------------------------------------------------------------------ experts
 
 
+@pytest.mark.slow
 def test_islands_that_train_a_quarter_of_the_experts_send_what_the_planner_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     assert len(injected) == len(planned(*arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:

@@ -40,6 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     return found | {"other base": [read(directory, "other base", 2)]}
 
 
+@pytest.mark.slow
 def test_a_sharded_base_has_the_digest_of_a_whole_one_and_nothing_of_it_is_sent(
     results: dict[str, list[Result]],
 ) -> None:

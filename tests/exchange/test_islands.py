@@ -96,19 +96,15 @@ def require_same_model(ranks: Sequence[Result], single: Result) -> None:
     assert {key for rank in ranks for key in rank.tensors} == single.tensors.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "initialises"),
     [
         (("ddp", "fsdp", "single"), 0),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                (("single", "fsdp and tp", "tp"), 1),
-                (("hsdp", "single", "fsdp, 2 ranks"), 0),
-                (("stages", "stages of fsdp", "virtual stages"), 1),
-                (("single", "fsdp1", "fsdp, 2 ranks"), 1),
-            )
-        ),
+        (("single", "fsdp and tp", "tp"), 1),
+        (("hsdp", "single", "fsdp, 2 ranks"), 0),
+        (("stages", "stages of fsdp", "virtual stages"), 1),
+        (("single", "fsdp1", "fsdp, 2 ranks"), 1),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def fit(
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     exchange = diloco.connect(address, run=RUN, learner=f"learner-{index}", initialise=index == 0 and not resume)
+    OPENED.append(exchange)
     callback = DilocoCallback(exchange, tokens=lambda batch: len(batch[0]), **options)
     saved = None if directory is None else directory / f"of-{index}" / "saved.ckpt"
     if saved is not None:
@@ -106,9 +107,23 @@ def fit(
     return module, callback
 
 
+OPENED: list[Any] = []
+"""Exchanges of the learners of a test."""
+
+
 def together(*lives: Callable[[], Any]) -> list[Any]:
+    """Lives of learners in threads. The first that fails ends the others, which would wait for it."""
+    OPENED.clear()
     with ThreadPoolExecutor(len(lives)) as pool:
-        return [life.result(timeout=300) for life in [pool.submit(life) for life in lives]]
+        futures = [pool.submit(life) for life in lives]
+        try:
+            for life in as_completed(futures, timeout=300):
+                life.result()
+        except BaseException:
+            for exchange in OPENED:
+                exchange.close()
+            raise
+        return [life.result() for life in futures]
 
 
 def two(tmp_path: Path, steps: int, given: diloco.Method | None = None, **options: Any) -> list[Any]:

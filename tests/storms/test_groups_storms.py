@@ -17,7 +17,7 @@ def test_storms_of_groups(first: int) -> None:
     assert [str(each) for each in found if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(20_002, 4, PER_TEST, 1))
+@pytest.mark.parametrize("first", firsts(20_002, 4, PER_TEST, 0))
 def test_storms_of_groups_with_two_syncers(first: int) -> None:
     found = failures(range(first, first + PER_TEST), groups=True, standby=True)
     assert [str(each) for each in found if each is not None] == []

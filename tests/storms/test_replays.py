@@ -37,6 +37,7 @@ def storm(seed: int, *, with_payloads: bool = True, steered: bool = False, **kin
     return journal
 
 
+@pytest.mark.slow
 def test_every_event_of_the_driver_is_recorded() -> None:
     methods = {name: method for name, method in inspect.getmembers(Driver, inspect.isfunction) if name[0] != "_"}
     assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING

@@ -42,6 +42,7 @@ def test_seeds_of_two_syncers_that_found_a_defect(seed: int, leased: bool) -> No
         assert run_seed(seed, leased=leased, standby=True) is None
 
 
+@pytest.mark.slow
 def test_storms_have_takeovers_and_all_faults() -> None:
     assert {fault.kind for seed in range(100) for fault in plan(seed).faults} >= set(get_args(PairKind))
     stood, num_takeovers = Counter[str](), 0

@@ -154,7 +154,7 @@ def test_a_defect_between_a_syncer_and_its_store_is_found(
     [
         pytest.param(forgets_that_it_was_merged, marks=pytest.mark.slow),
         pytest.param(never_sends_again, marks=pytest.mark.slow),
-        saves_nothing_of_learners,
+        pytest.param(saves_nothing_of_learners, marks=pytest.mark.slow),
     ],
 )
 def test_the_faults_that_a_defect_needs_are_few(break_it: Defect, monkeypatch: pytest.MonkeyPatch) -> None:

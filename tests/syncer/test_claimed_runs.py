@@ -140,6 +140,7 @@ def test_a_syncer_that_is_closed_as_it_begins_again_claims_nothing(shared: Share
     assert (syncer.standing, shared.manifest().epoch) == ("fenced", released.epoch)
 
 
+@pytest.mark.slow
 def test_a_syncer_that_is_deposed_while_it_loads_the_run_waits_for_its_turn(shared: Shared) -> None:
     """Another one has claimed the run, and deleted what this one was about to read."""
     first = shared.start(LONG_S)

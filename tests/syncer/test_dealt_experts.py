@@ -60,6 +60,7 @@ reconnect_floor_s = 1.0
 GROUPS = [[[0, 2]], [[2, 4]], [[4, 6]]]
 
 
+@pytest.mark.slow
 def test_another_learner_takes_over_from_one_that_is_killed_for_good(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(3000)))
     text = RUN_FILE.format(run=RUN, folder=tmp_path, address="127.0.0.1:1")

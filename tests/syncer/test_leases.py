@@ -72,6 +72,7 @@ def numbers(ranges: list[list[int]]) -> set[int]:
     return {unit for first, stop in ranges for unit in range(first, stop)}
 
 
+@pytest.mark.slow
 def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: Path) -> None:
     syncer, learners = ForkedSyncer(tmp_path, RUN_FILE), list[Any]()
 

@@ -78,6 +78,7 @@ def test_train_alone_and_export_its_checkpoint(run: Run, run_file: Path, tmp_pat
     assert all(torch.equal(exported[name], each) for name, each in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_file: Path, tmp_path: Path) -> None:
     command = [*DILOCO, "train", str(run_file), "--alone", "--set", "run.tokens=2560000", "--set", "schedule.steps=20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -95,6 +96,7 @@ def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_f
     assert json.loads(done.stdout)["steps"] == step + 3
 
 
+@pytest.mark.slow
 def test_a_supervised_part_is_the_same_command_at_its_start_when_stopped_and_after(
     run: Run, run_file: Path, tmp_path: Path
 ) -> None:

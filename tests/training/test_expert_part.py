@@ -413,7 +413,9 @@ def together(
     return diloco.run_local(life, learners=len(configs))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.slow) if index else each for index, each in enumerate(MODELS)]
+)
 def test_a_run_of_parts_stopped_and_resumed_is_the_same_to_the_bit(
     parts: Callable[..., RunConfig], tmp_path: Path, kind: str
 ) -> None:

@@ -137,6 +137,7 @@ def train(run_file: Path, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_joins_anew(
     tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def run_file(tiny: Tiny, tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.slow
 def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
     call: Call, run_file: Path, tiny: Tiny, tmp_path: Path
 ) -> None:

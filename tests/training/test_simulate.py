@@ -125,6 +125,7 @@ def test_the_warm_start_takes_its_time_and_the_others_wait_for_it(tiny: Tiny, tm
     assert [each.waiting_s for each in done.times().values()] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_killed_learner_is_given_up_and_comes_back(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DECOUPLED, "checkpoint.every_steps=2", "run.tokens=20_480", "schedule.steps=80")
     scene = Scenario(lambda *_: 1.0, lines(), [Fault(1, 10.5, 50.0)])

@@ -74,7 +74,7 @@ write_token_shards(DataTable.model_validate_json(table), Path(directory), shard_
 """
 
 
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
+@pytest.mark.parametrize("kind", ["text", pytest.param("huggingface", marks=pytest.mark.slow)])
 def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
     kind: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
