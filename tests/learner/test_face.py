@@ -129,7 +129,7 @@ def test_a_learner_that_is_refused_leaves_no_thread_behind(tmp_path: Path) -> No
 
 def test_an_address_is_no_exchange() -> None:
     model = make_model()
-    with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is not an exchange; pass what diloco\.connect"):
+    with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is not an exchange; pass what diloco"):
         Learner(model, SGD(model.parameters()), exchange="127.0.0.1:7700")  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ def test_an_address_is_no_exchange() -> None:
 def test_a_preset_that_was_not_called_is_no_method(given: Any, shown: str) -> None:
     def life(exchange: Exchange) -> None:
         model = make_model()
-        with pytest.raises(ConfigError, match=rf"method={shown}\) is not a method; call a preset.*: diloco\.DiLoCo\(…\)"):
+        with pytest.raises(ConfigError, match=rf"method={shown}\) is not a method; call .*: diloco\.DiLoCo\(…\)"):
             Learner(model, SGD(model.parameters()), method=given, exchange=exchange)
 
     alone(life)
@@ -482,8 +482,8 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda model: ({}, SGD(model.parameters())), r"model=\{\}\) is no model"),
-        (lambda model: ([], SGD(model.parameters())), r"model=\[\]\) is no model"),
+        (lambda model: ({}, SGD(model.parameters())), r"model=\{\}\) is not a model"),
+        (lambda model: ([], SGD(model.parameters())), r"model=\[\]\) is not a model"),
         (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),

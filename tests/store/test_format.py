@@ -237,7 +237,7 @@ def test_a_flipped_bit_in_any_tensor_is_found(run: SmallRun) -> None:
     assert len(entries) == 4
     for name, entry in entries.items():
         path.write_bytes(flip_at(end_of_header + entry["data_offsets"][0] + 1)(bytearray(whole)))
-        with pytest.raises(DamagedObjectError, match=f"its {name} is not the one of its header"):
+        with pytest.raises(DamagedObjectError, match=f"its {name} does not match the hash in its header"):
             read_newest(run.objects)
 
 

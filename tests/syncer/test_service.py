@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "heartbeat blocked for longer than anyone lives": (
         lambda raw: raw.beat(blocked_s=1e10), errors.PayloadError, "0 to 1e.09 seconds"),
     "heartbeat of -1 seconds": (lambda raw: raw.beat(step_s=-1.0), errors.PayloadError, "-1.0 s"),
-    "heartbeat of 1e300 seconds": (lambda raw: raw.beat(step_s=1e300), errors.PayloadError, "for an inner step; report 0 to"),
+    "heartbeat of 1e300 seconds": (lambda raw: raw.beat(step_s=1e300), errors.PayloadError, "s for an inner step"),
     "too many versions": (lambda raw: raw.beat(versions=[0, 0, 0]), errors.PayloadError, "3 fragments"),
     "heartbeat of a megabyte": (
         lambda raw: raw.beat(versions=[0] * 2**20), errors.CorruptPayloadError,

@@ -89,7 +89,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
             MINIMAL + '[train]\ntrains_experts = "0-3,2"\n',
             r"run.toml: \[train\] trains_experts='0-3,2' names 2 twice; name each number once",
         ),
-        (MINIMAL + '[train]\ntrains_experts = ""\n', r"\[train\] trains_experts='' is not a list of numbers; write it as"),
+        (MINIMAL + '[train]\ntrains_experts = ""\n', r"\[train\] trains_experts='' is not a list of numbers; write"),
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (
