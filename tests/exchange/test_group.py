@@ -56,4 +56,4 @@ def test_a_rank_that_dies_in_a_bulk_exchange_is_named_by_all_others(world: dict[
 def test_a_rank_that_leaves_after_an_error_ends_the_waiting_of_the_others(world: dict[str, Facts]) -> None:
     [first, second] = world["loses_a_rank_in_a_bulk_exchange"]
     assert len(first["errors"]) == 1
-    assert second["errors"][1].startswith("the next one did not get through, because rank 0 and rank 2 are gone")
+    assert second["errors"][1].startswith("the next one did not get through, because rank 0 and rank 2 are lost")

@@ -119,11 +119,11 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "heartbeat at step 2^63": (
         lambda raw: raw.beat(step=2**63), errors.PayloadError, "9223372036854775808 inner steps",
     ),
-    "heartbeat at step 1e12": (lambda raw: raw.beat(step=10**12), errors.PayloadError, "at most"),
+    "heartbeat at step 1e12": (lambda raw: raw.beat(step=10**12), errors.PayloadError, "maximum"),
     "heartbeat of 2^63 tokens": (
         lambda raw: raw.beat(tokens=2**63), errors.PayloadError, "9223372036854775808 trained",
     ),
-    "heartbeat of 1e17 tokens": (lambda raw: raw.beat(tokens=10**17), errors.PayloadError, "at most"),
+    "heartbeat of 1e17 tokens": (lambda raw: raw.beat(tokens=10**17), errors.PayloadError, "maximum"),
     "heartbeat of NaN seconds": (lambda raw: raw.beat(step_s=math.nan), errors.PayloadError, "nan s"),
     "heartbeat blocked for NaN seconds": (lambda raw: raw.beat(blocked_s=math.nan), errors.PayloadError, "nan s"),
     "heartbeat blocked for longer than anyone lives": (
@@ -150,10 +150,10 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "push of 1e17 tokens": (
         lambda raw: raw.push(good(), tokens=10**17, trained=10**17), errors.PayloadError, "trained tokens",
     ),
-    "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "says 6 tokens"),
+    "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "reports 6 tok"),
     "push that discards more than trained": (
         lambda raw: raw.push(good(), discarded=[pb.Discard(reason="overlap", tokens=1)]), errors.PayloadError,
-        "says 6 tok",
+        "reports 6 tok",
     ),
     "unknown reason to discard": (
         lambda raw: raw.push(good(), tokens=4, discarded=[pb.Discard(reason="bored", tokens=1)]), errors.PayloadError,

@@ -261,8 +261,8 @@ def check_ask(learner: str, ask: Ask) -> None:
 def check_work(work: Work) -> None:
     """Check a worker's message on its own."""
     check_name(work.worker)
-    _within(work.worker, "the order of its message", work.order, MAX_UNIT)
-    _within(work.worker, "what it wants", work.wants, MAX_GROUPS)
+    _within(work.worker, "as the order of its message", work.order, MAX_UNIT)
+    _within(work.worker, "wanted groups", work.wants, MAX_GROUPS)
     numbers = [*work.holds, *(score.number for score in work.scores)]
     texts = [score.reason for score in work.scores]
     if len(numbers) + len(texts) > 4 * MAX_GROUPS or not all(0 <= number <= MAX_UNIT for number in numbers):
@@ -276,7 +276,7 @@ def check_work(work: Work) -> None:
 def check_made(worker: str, made: Made) -> None:
     """Check the description of a group on its own."""
     check_name(worker)
-    _within(worker, "the number of its group", made.number, MAX_UNIT)
+    _within(worker, "as the number of its group", made.number, MAX_UNIT)
     _within(worker, "tokens of its group", made.num_tokens, MAX_TOKENS)
     texts = made.task, made.weights, made.digest
     is_short = len(made.rewards) <= MAX_GROUPS and len(made.versions) <= MOST_FRAGMENTS
