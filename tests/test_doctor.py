@@ -184,7 +184,7 @@ def test_a_directory_where_no_run_fits(doctor: Doctor, tmp_path: Path, monkeypat
     (tmp_path / "file").touch()
     code, found = doctor("--dir", tmp_path / "file" / "run")
     assert (code, found["disk"]["state"]) == (1, "missing")
-    assert "file is no directory" in found["disk"]["found"]
+    assert "file is not a directory" in found["disk"]["found"]
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=10**7))
     code, found = doctor()
     assert (code, found["disk"]["state"], "store" in found) == (1, "missing", False)

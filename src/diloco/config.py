@@ -301,7 +301,7 @@ class TrackTable(Table):
     @model_validator(mode="after")
     def _have_effect(self) -> Self:
         if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers = {list(self.trackers)} names one twice")
+            raise ValueError(f"trackers = {list(self.trackers)} names a tracker twice; name each once")
         if self.trackers:  # in [learner.NAME.track], an empty list switches the trackers of [track] off
             self.refuse_unused(
                 ("wandb_mode", "wandb" in self.trackers, 'without "wandb" among the trackers'),

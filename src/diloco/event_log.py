@@ -85,7 +85,7 @@ class EventLog(Closing):
         if written != len(data):
             self._torn_at = os.fstat(self._file.fileno()).st_size - written
             self._remove_torn_line()
-            raise OSError(errno.ENOSPC, f"the disk took {written} of {len(data)} bytes")
+            raise OSError(errno.ENOSPC, f"the disk accepted {written} of {len(data)} bytes")
         if self._gap:
             log.warning("%s is written again; %d events are missing from it", self.path, self._gap)
             self._gap = 0
@@ -97,7 +97,7 @@ class EventLog(Closing):
         if self.path.exists() and not _cut_torn_line(self.path):
             aside = free_path(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
             self.path.rename(aside)
-            log.warning("%s does not end like an event log: renamed to %s, and begun anew", self.path, aside)
+            log.warning("%s does not end like an event log: renamed to %s, and a new one begins", self.path, aside)
         if not self.path.exists():  # renamed here or by another process
             file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.close()

@@ -72,7 +72,7 @@ def number_ranges(name: str, text: object) -> tuple[tuple[int, int], ...]:
     for part in text.split(",") if isinstance(text, str) else [""]:
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f'{name}={text!r} is no list of numbers; write it as "0-15" or "0,3,8-11".')
+            raise ConfigError(f'{name}={text!r} is not a list of numbers; write it as "0-15" or "0,3,8-11".')
         found.append((int(match[1]), int(match[2] or match[1]) + 1))
     found.sort()
     for (_, stop), (first, _) in itertools.pairwise(found):
@@ -138,7 +138,7 @@ def write_toml(tables: Mapping[str, Any]) -> str:
     try:
         return tomlkit.dumps(_without_none(tables))
     except ConvertError as error:
-        raise ConfigError(f"a value cannot be TOML ({error}); use numbers, strings, lists, tables") from error
+        raise ConfigError(f"a value is not valid in TOML ({error}); use numbers, strings, lists, tables") from error
 
 
 def _without_none(value: Any) -> Any:

@@ -100,7 +100,7 @@ def test_where_nothing_can_be_compiled_torch_computes_and_says_so() -> None:
         "assert arithmetic.loops() is None\n"
     ) + CHOOSE
     done = ran(code)
-    assert "the loop '_flush' cannot be compiled here (OSError('no executable memory'))" in done.stdout
+    assert "the loop '_flush' cannot be compiled (OSError('no executable memory'))" in done.stdout
     assert "; torch computes the same, more slowly.\n" in done.stderr
 
 
@@ -144,7 +144,7 @@ def test_loops_that_numba_is_told_not_to_compile_are_not_loaded() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the arithmetic is one of auto, compiled, torch, not 'fast'"):
+    with pytest.raises(ConfigError, match="the arithmetic must be one of auto, compiled, torch, not 'fast'"):
         arithmetic.choose("fast")  # type: ignore[arg-type]
 
 

@@ -691,7 +691,7 @@ def test_error_feedback_may_decay(codec: Codec, decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [-0.1, 1.01, math.inf, math.nan])
 def test_error_feedback_refuses_a_decay_that_grows(decay: float) -> None:
-    with pytest.raises(ConfigError, match="is not from 0 to 1"):
+    with pytest.raises(ConfigError, match="must be from 0 to 1"):
         compress(Int4(), torch.zeros(3), None, decay)
 
 

@@ -216,7 +216,7 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: DiLoCo(sync_every=10, offsets=[11]), "offset 11 must be a whole number from 0 to sync_every=10"),
         (lambda: DiLoCo(mix=1.5), "Mix\\(alpha=…\\) must be a number from 0 to 1"),
         (lambda: DiLoCo(weight="token"), "weight is 'token'; use one of 'uniform', 'tokens'"),
-        (lambda: DiLoCo(error_feedback=True), "error_feedback has nothing to feed back with the lossless codec 'fp32'"),
+        (lambda: DiLoCo(error_feedback=True), "error_feedback has no effect with the lossless codec 'fp32'"),
         (lambda: DiLoCo(error_feedback=1.5, codec="int4"), "error_feedback must be a number from 0 to 1"),
         (lambda: replace(DiLoCo(), wait="no"), "wait is 'no'; use true or false"),
         (lambda: replace(DiLoCo(), exchanged="weights"), "exchanged is 'weights'; use one of"),
@@ -285,10 +285,10 @@ def test_a_run_file_may_replace_the_merge_of_any_preset() -> None:
 
 
 OWN_OVERLAP = {
-    "eager": (EagerDiLoCo(sync_every=4), 4, "has no meaning"),
-    "delayed": (DelayedDiLoCo(sync_every=4), 4, "has no meaning"),
-    "gradients": (DataParallel(), 0, "has no meaning"),
-    "called": (DecoupledDiLoCo(sync_every=6), 2, "has no meaning"),
+    "eager": (EagerDiLoCo(sync_every=4), 4, "has no effect with"),
+    "delayed": (DelayedDiLoCo(sync_every=4), 4, "has no effect with"),
+    "gradients": (DataParallel(), 0, "has no effect with"),
+    "called": (DecoupledDiLoCo(sync_every=6), 2, "has no effect with"),
     "changing H": (StreamingDiLoCo(sync_every=((0, 6), (24, 8))), 2, "needs one sync_every"),
     "longer than a period": (StreamingDiLoCo(sync_every=6), 7, "exceeds sync_every=6"),
     "nothing to keep": (replace(StreamingDiLoCo(sync_every=6), adopt=KeepDisplacement()), 0, "set overlap"),

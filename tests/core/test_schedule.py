@@ -276,7 +276,7 @@ def test_sync_every_may_follow_a_schedule() -> None:
         (((0, 3), (0, 4)), "ascend"),
         (((0, 3), (5, 0)), "H of sync_every"),
         (((0, 3), 7), "pairs"),
-        ((), "names no piece"),
+        ((), "is an empty list"),
     ],
 )
 def test_an_impossible_schedule_of_intervals_is_refused(sync_every: tuple[tuple[int, int], ...], message: str) -> None:

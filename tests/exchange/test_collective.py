@@ -165,7 +165,7 @@ def test_a_silent_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
     for facts in (world["notices_a_silent_learner"][rank] for rank in (0, 2)):
         assert facts["error"][0] == "ExchangeError"
         assert "the contribution of fragment 0 in round 0 did not get through" in facts["error"][1]
-        assert "because rank 1 is gone or silent for more than 3 s" in facts["error"][1]
+        assert "because rank 1 is lost or silent for more than 3 s" in facts["error"][1]
 
 
 def test_closing_finishes_what_others_wait_for(world: dict[str, Facts]) -> None:
@@ -176,7 +176,7 @@ def test_a_killed_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
     for facts in world["notices_a_killed_learner"]:
         assert facts["error"][0] == "ExchangeError"
         assert "the contribution of fragment 0 in round 1 did not get through" in facts["error"][1]
-        assert "because rank 2 is gone" in facts["error"][1]
+        assert "because rank 2 is lost" in facts["error"][1]
         assert "start all ranks again from a checkpoint" in facts["error"][1]
 
 

@@ -50,10 +50,10 @@ def test_a_rank_may_leave_while_one_of_its_threads_waits_for_the_others(world: d
 def test_a_rank_that_dies_in_a_bulk_exchange_is_named_by_all_others(world: dict[str, Facts]) -> None:
     """By name, and by no other name: the others finish their parts with each other."""
     for facts in world["loses_a_rank_in_a_bulk_exchange"]:
-        assert facts["errors"][0].startswith("the bulk did not get through, because rank 2 is gone or silent for more")
+        assert facts["errors"][0].startswith("the bulk did not get through, because rank 2 is lost or silent for more")
 
 
 def test_a_rank_that_leaves_after_an_error_ends_the_waiting_of_the_others(world: dict[str, Facts]) -> None:
     [first, second] = world["loses_a_rank_in_a_bulk_exchange"]
     assert len(first["errors"]) == 1
-    assert second["errors"][1].startswith("the next one did not get through, because rank 0 and rank 2 are gone")
+    assert second["errors"][1].startswith("the next one did not get through, because rank 0 and rank 2 are lost")

@@ -131,8 +131,8 @@ def test_a_resumed_job_continues_with_the_same_bits(world: Results) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("layout", "LayoutError", "learner-000 and learner-001 do not hold the same model: tensor 'embed.weight'"),
-        ("method", "ConfigError", "sync_every is 3 here and 7 there"),
+        ("layout", "LayoutError", "learners do not hold the same model: tensor 'embed.weight'"),
+        ("method", "ConfigError", "sync_every is 3 on learner-000 and 7 on learner-001"),
         ("rank's method", "ConfigError", "rank 1 of this learner was given another method than rank 0"),
         (
             "rank's model",

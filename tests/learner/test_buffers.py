@@ -144,7 +144,7 @@ def test_a_router_bias_is_refused_at_the_first_boundary(as_parameter: bool, meth
     ("buffers", "message"),
     [
         ("mean", "buffers='mean'.*'refuse', 'average' or 'local'"),
-        (None, "buffers=None is no answer; use 'refuse'"),
+        (None, "buffers=None is not valid; use 'refuse'"),
         ({"1.*": "keep"}, r"buffers='keep' of '1\.\*'"),
         ({"2.running_*": "average"}, r"'2\.running_\*'.*matches no buffer"),
     ],

@@ -129,7 +129,7 @@ def test_a_learner_that_is_refused_leaves_no_thread_behind(tmp_path: Path) -> No
 
 def test_an_address_is_no_exchange() -> None:
     model = make_model()
-    with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is no exchange; pass what diloco\.connect"):
+    with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is not an exchange; pass what diloco"):
         Learner(model, SGD(model.parameters()), exchange="127.0.0.1:7700")  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ def test_an_address_is_no_exchange() -> None:
 def test_a_preset_that_was_not_called_is_no_method(given: Any, shown: str) -> None:
     def life(exchange: Exchange) -> None:
         model = make_model()
-        with pytest.raises(ConfigError, match=rf"method={shown}\) is no method; call a preset.*: diloco\.DiLoCo\(…\)"):
+        with pytest.raises(ConfigError, match=rf"method={shown}\) is not a method; call .*: diloco\.DiLoCo\(…\)"):
             Learner(model, SGD(model.parameters()), method=given, exchange=exchange)
 
     alone(life)
@@ -150,7 +150,7 @@ def test_losses_are_numbers_and_tokens_after_the_optimizer_come_from_a_function(
             for losses in ({"training_loss": wrong}, {"held_out_loss": wrong}):
                 with pytest.raises(ConfigError, match=r"learner\.log\(…\) needs numbers.*'x'.*; pass losses as floats"):
                     learner.log(**losses)
-            with pytest.raises(ConfigError, match=r"step_after_optimizer\(tokens='x'\) is no function"):
+            with pytest.raises(ConfigError, match=r"step_after_optimizer\(tokens='x'\) is not a function"):
                 learner.step_after_optimizer(tokens=wrong)
             learner.step_after_optimizer(tokens=lambda: 3)
 
@@ -482,12 +482,12 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda model: ({}, SGD(model.parameters())), r"model=\{\}\) is no model"),
-        (lambda model: ([], SGD(model.parameters())), r"model=\[\]\) is no model"),
+        (lambda model: ({}, SGD(model.parameters())), r"model=\{\}\) is not a model"),
+        (lambda model: ([], SGD(model.parameters())), r"model=\[\]\) is not a model"),
         (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),
-        (lambda model: (3, SGD(model.parameters())), r"model=3\) is no model; pass a module, modules by name"),
+        (lambda model: (3, SGD(model.parameters())), r"model=3\) is not a model; pass a module, modules by name"),
         (lambda model: ([3], SGD(model.parameters())), r"has a int; pass the parts of a model, as modules"),
         (lambda model: (model.to("meta"), SGD(model.parameters())), r"'0\.weight' is on the meta device"),
         (lambda model: (nn.LazyLinear(3), SGD(model.parameters())), "'weight' has no shape yet.*run one batch"),

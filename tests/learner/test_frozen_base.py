@@ -135,7 +135,7 @@ def test_a_learner_copies_nothing_of_its_base() -> None:
         (
             {},
             {"static": "exchange"},
-            r"'quantized' is .*digest.*, which each learner brings, here and .*uint8 there",
+            r"'quantized' is .*digest.*, which each learner brings, on .* and .*uint8 on",
         ),
     ],
     ids=["another base", "another answer"],

@@ -196,12 +196,12 @@ def attach_beside_a_whole_one(
         ("0-1 of 0", "does not say which experts"),
         ("0-1 of", "does not say which experts"),
         ((0, 1), "does not say which experts"),
-        ("1-0 of 4", "holds_experts='1-0' is no list of numbers"),
+        ("1-0 of 4", "holds_experts='1-0' is not a list of numbers"),
         ("0,0 of 4", "names 0 twice"),
         ("2-4 of 4", "names expert 4, and the run's are 0 to 3"),
         ("1-2 of 4", r"experts 0 to 1 are group 0 of Experts\(groups=2\), which a learner holds as a whole or not"),
         ("0-1,3 of 4", "experts 2 to 3 are group 1"),
-        ("0-3 of 4", "4 experts are held, and the model has 2; build it with as many"),
+        ("0-3 of 4", "the learner holds 4 experts, the model has 2; build it with 4"),
     ],
 )
 def test_a_text_that_names_no_part_of_the_model_is_refused(text: Any, reason: str) -> None:
@@ -226,7 +226,7 @@ def test_what_excludes_a_part_is_refused() -> None:
         attach_beside_a_whole_one("0-1 of 4", trains_experts="0")
     with pytest.raises(ConfigError, match=r"Learner\(whole=…\) has no effect on a learner that holds the whole model"):
         attach_beside_a_whole_one(None, experts=4, whole=mixture())
-    with pytest.raises(LayoutError, match=r"'layers.0.gate.weight.0' is .*\(4 rows\) here and .*\(6 rows\) there"):
+    with pytest.raises(LayoutError, match=r"'layers.0.gate.weight.0' is .*\(4 rows\) in the model .*\(6 rows\) in "):
         attach_beside_a_whole_one("0-1 of 4", whole=mixture(experts=6))
 
 

@@ -102,11 +102,11 @@ def attach(text: Any, method: diloco.Method = FAR, make: Callable[[], nn.Module]
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", r"trains_experts='' is no list of numbers; write it as \"0-15\" or \"0,3,8-11\"\."),
-        ("0-", "trains_experts='0-' is no list"),
-        ("3-1", "trains_experts='3-1' is no list"),
-        ("all", "trains_experts='all' is no list"),
-        ((0, 1), r"trains_experts=\(0, 1\) is no list"),
+        ("", r"trains_experts='' is not a list of numbers; write it as \"0-15\" or \"0,3,8-11\"\."),
+        ("0-", "trains_experts='0-' is not a list"),
+        ("3-1", "trains_experts='3-1' is not a list"),
+        ("all", "trains_experts='all' is not a list"),
+        ((0, 1), r"trains_experts=\(0, 1\) is not a list"),
         ("0-2,1", "trains_experts='0-2,1' names 1 twice; name each number once"),
         ("3,3", "names 3 twice"),
         ("0-4", "trains_experts='0-4' names expert 4, and the model's are 0 to 3; name those only"),

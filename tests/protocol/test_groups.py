@@ -138,7 +138,7 @@ def test_a_newer_process_of_a_name_replaces_the_older_one() -> None:
     assert run.core.groups.workers.free["rollout"] == ((1, 2),)
     with pytest.raises(StaleIncarnationError, match="another process works as rollout 'w' now"):
         run.work(process=1, holds=[0, 1])
-    with pytest.raises(StaleIncarnationError, match="process 1 does not work as rollout 'w' now"):
+    with pytest.raises(StaleIncarnationError, match="process 1 is not rollout worker 'w' now"):
         run.group(0, process=1)
     run.totals()
     assert run.group(0, process=2)
@@ -173,7 +173,7 @@ def test_workers_claim_back_what_they_hold_after_a_restart() -> None:
     assert run.work("reward", "r", wants=1).numbers == (0,)
     run.restart()  # the record knows of no prompt beyond the first
     run.totals(acknowledged=1, waiting=1)
-    with pytest.raises(StaleIncarnationError, match="ask for prompts before groups are sent"):
+    with pytest.raises(StaleIncarnationError, match="ask for prompts before sending groups"):
         run.group(2)
     assert run.work("rollout", "v", wants=1).numbers == (1,)
     assert run.work(holds=[1, 2]).numbers == (2,)  # another one has 1
@@ -600,7 +600,7 @@ def test_a_learner_of_other_data_gives_up_none_as_groups() -> None:
     core = SyncerCore(Rules.of(DiLoCo(sync_every=10), 1), [0])
     core.joined(0.0, "a")
     grant, _ = core.lease(0.0, "a", 1, Ask(1, 10, DataSet(100, 1, "d")))
-    with pytest.raises(PayloadError, match="the run's data are none"):
+    with pytest.raises(PayloadError, match="the run has none"):
         core.work(0.0, Work("trainer", "a", 1, 1, "d", scores=(Score(3, reason="no"),)))
     assert core.leases.leased == grant.units
 
@@ -620,7 +620,7 @@ def test_trainers_may_differ_in_the_queue_which_the_first_one_sets() -> None:
 def test_a_rollout_worker_does_not_score_where_reward_workers_do() -> None:
     run = Run(rules=replace(RULES, inline=False))
     run.work(wants=1)
-    with pytest.raises(PayloadError, match="group 0 has rewards, and reward workers score those of this run"):
+    with pytest.raises(PayloadError, match="group 0 has rewards, but reward workers score this run's groups"):
         run.group(0, rewards=GOOD)
     assert (run.core.groups.counts["acknowledged"], run.core.groups.counts["dropped"]) == (0, 1)
 

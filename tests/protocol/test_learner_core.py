@@ -588,5 +588,5 @@ def test_routed_tokens_that_are_no_numbers_are_refused() -> None:
             learner.check_state_dict(state)
     state["fragments"][0] = {**learner.state_dict()["fragments"][0], "pending_routed": []}
     state["fragments"][0]["in_flight"][0]["routed"] = [0.5]
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         learner.check_state_dict(state)

@@ -1,4 +1,4 @@
-"""Who may publish a run: the rules of `protocol.publishing`, by scripted events in virtual time."""
+"""The right to publish a run: the rules of `protocol.publishing`, by scripted events in virtual time."""
 
 from __future__ import annotations
 

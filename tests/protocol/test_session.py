@@ -299,7 +299,7 @@ def test_a_learner_that_initialises_if_empty_takes_another_learners_model_and_sa
     it.standing = replace(it.standing, step=7)
     it.welcome()
     *_, said, start = it.told
-    assert said == requests.Warn("run 'run' has a model, at step 7: a takes it, not its own")
+    assert said == requests.Warn("run 'run' has a model, at step 7; a uses it, not its own")
     assert isinstance(start, requests.TellStart)
 
 
@@ -570,7 +570,7 @@ def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_
     it.notice(versions=(1, 0))
     error = kind("version 1 of fragment 0 has digest 1, the published one is 2")
     it.fail(requests.Fetch, error)
-    assert "fetching it whole" in it.take(requests.Warn)[0].text
+    assert "fetching the whole fragment" in it.take(requests.Warn)[0].text
     assert (it.open[requests.Fetch].base, it.open[requests.Fetch].joining) == (-1, False)
     it.fail(requests.Fetch, error)
     assert it.take(requests.Fail) == [requests.Fail(error)]
@@ -747,7 +747,7 @@ def test_an_eviction_voids_the_request_for_a_lease_and_its_answer() -> None:
 def test_other_data_than_the_runs_ends_the_learner() -> None:
     it = Script().start()
     it.do(it.core.asked, 1, ASK)
-    error = errors.ConfigError("'a' (here) has data of 41 units, and the run (there) of 40.")
+    error = errors.ConfigError("'a' has data of 41 units, but the run has data of 40 units.")
     it.fail(requests.Lease, error)
     assert it.take(requests.Fail) == [requests.Fail(error)]
 
@@ -1149,7 +1149,7 @@ def test_a_learner_does_not_wait_for_a_syncer_that_is_away() -> None:
     it.take(requests.Warn)
     it.do(it.core.leave)
     assert it.open[requests.Leave].timeout_s == GONE_TIMEOUT_S
-    assert "still in flight" in it.take(requests.Warn)[0].text
+    assert "before its last contribution" in it.take(requests.Warn)[0].text
     it.fail(requests.Leave)
     assert it.take(requests.Close) == [requests.Close()]
     assert it.core.phase == "over"
@@ -1164,7 +1164,7 @@ def test_a_learner_that_is_to_end_soon_says_a_short_goodbye() -> None:
     it.do(it.core.leave, timeout_s=0.25)
     it.sleep(0.25)
     assert it.open[requests.Leave].timeout_s == 0.25
-    assert "still in flight" in it.take(requests.Warn)[0].text
+    assert "before its last contribution" in it.take(requests.Warn)[0].text
 
 
 def test_a_fragment_that_rises_faster_than_it_is_fetched_holds_no_other_up() -> None:

@@ -379,7 +379,7 @@ def test_bytes_that_are_no_text_are_recorded_as_they_come_back(stub: Stub, tmp_p
         ((200, b"<html>"), "is not JSON"),
         ((200, b'{"choices": [{"text'), "is not JSON"),
         ((200, []), "cannot be used"),
-        ((200, {"choices": []}), "it has no choice"),
+        ((200, {"choices": []}), "it has no completion"),
         ((200, {"choices": ["ab"]}), "cannot be used"),
         ((200, {"choices": [{"text": None, "finish_reason": "stop"}]}), "cannot be used"),
         ((200, {"choices": [a_choice("", logprobs=named(("token_id:8", -1.0)))]}), "outside the model's 8"),

@@ -75,5 +75,5 @@ def test_impossible_run_files_are_refused(changes: tuple[str, ...], says: str) -
 def test_a_syncer_refuses_rules_that_cannot_be(change: dict[str, object]) -> None:
     config = of()
     rules = replace(rules_of(config, tokenizer_of(config)), **change)  # type: ignore[arg-type]
-    with pytest.raises(PayloadError, match="impossible rules of groups"):
+    with pytest.raises(PayloadError, match="invalid rules of groups"):
         check_ask("a", Ask(1, 16, DataSet(1, 0, "d", groups=rules)))

@@ -239,7 +239,7 @@ def test_an_environment_of_verifiers_scores_a_reply(tmp_path: Path, monkeypatch:
     prompt = task.prompt(3)
     assert prompt["prompt"] == f"Sums.\n\ndouble {prompt['seed'] % 50}"
     assert [task.score(prompt, reply) for reply in (str(prompt["seed"] % 50 * 2), "no")] == [2.0, 0.0]
-    with pytest.raises(ConfigError, match="is no finite environment with rewards, or it needs"):
+    with pytest.raises(ConfigError, match="is not a finite environment with rewards, or needs"):
         Task("own", TaskTable(source="verifiers:own-doubles", settings={"kind": "runtime"}))
     with pytest.raises(ConfigError, match="cannot be loaded .*settings"):
         Task("own", TaskTable(source="verifiers:own-doubles", settings={"knid": "runtime"}))

@@ -461,7 +461,7 @@ def test_roles_of_a_run_that_is_under_way_elsewhere_are_refused(
         with pytest.raises(SystemExit) as refused:
             main(["rl", "--local", str(run.path)])
     assert refused.value.code == 2
-    assert "trainer-0 of run 'letters' is under way elsewhere" in capsys.readouterr().err
+    assert "trainer-0 of run 'letters' is live in another process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_roles_of_a_run_that_is_under_way_elsewhere_are_refused(
     [
         ([], "give either a role"),
         (["--local", "run.toml", "rollout", "run.toml"], "give either a role"),
-        (["--json", "rollout", "run.toml"], "belong behind the role"),
+        (["--json", "rollout", "run.toml"], "must follow the role"),
     ],
 )
 def test_wrong_use_of_the_command(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

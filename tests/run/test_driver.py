@@ -588,7 +588,7 @@ def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None
     scene = Scene()
     with pytest.raises(NotInitialisedError):
         scene.join("a")
-    with pytest.raises(StaleIncarnationError, match="no model here yet; join again"):  # of another syncer
+    with pytest.raises(StaleIncarnationError, match="no model yet; join again"):  # of another syncer
         scene.beat("a", 1, seen=None)
     scene.initialise()
     other = Layout((place(0, [TensorSpec("w0", (3,), "float32")]),), ())

@@ -83,8 +83,8 @@ def test_the_observer_is_told_what_was_done() -> None:
     [
         (Order("explode"), "a", PayloadError, "there is no order 'explode'; orders are evict, drain"),  # type: ignore[arg-type]
         (Order("evict", "../x"), "a", PayloadError, "a learner cannot be called"),
-        (Order("pause", "b"), "a", PayloadError, "the order 'pause' is about no learner, and names 'b'"),
-        (Order("drain", "b", bans=True), "a", PayloadError, "bans no learner; evict or drain it"),
+        (Order("pause", "b"), "a", PayloadError, "the order 'pause' concerns no learner, but names 'b'"),
+        (Order("drain", "b", bans=True), "a", PayloadError, "may have bans, not 'drain'; evict or drain"),
         (Order("pause", reason="x" * (MAX_WHY + 1)), "a", PayloadError, "use at most 200 printable ones"),
         (Order("pause"), "a\nb", PayloadError, "printable"),
         (Order("evict", "x"), "a", ConfigError, "no learner 'x' takes part; those that do are a, b"),

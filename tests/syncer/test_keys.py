@@ -88,7 +88,7 @@ def test_init_never_overwrites(keys: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "host", "reason"),
-    [("demo", "h:1", "without a port"), ("demo", "", "no host name"), ("../x", "h", "'../x' is not a valid name")],
+    [("demo", "h:1", "without a port"), ("demo", "", "not a host name"), ("../x", "h", "'../x' is not a valid name")],
 )
 def test_init_refuses_what_no_run_can_use_and_writes_nothing(tmp_path: Path, name: str, host: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

@@ -20,7 +20,7 @@ from diloco.exchange.dialling import fetch_status
 from diloco.syncer.server import Syncer
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
-SAID = r"'liar' says \d+ tokens in \d+ inner steps, and declared at most 5 a step when it joined"
+SAID = r"'liar' reports \d+ tokens in \d+ inner steps, but declared at most 5 a step when it joined"
 
 
 def ledgers(syncer: Syncer) -> list[dict[str, Any]]:

@@ -272,7 +272,7 @@ def test_the_run_as_trackers_know_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["track.trackers=['wandb', 'wandb']"], "names one twice"),
+        (["track.trackers=['wandb', 'wandb']"], "names a tracker twice"),
         (["track.trackers=['tensorboard']", "track.wandb_mode=offline"], 'wandb_mode has no effect without "wandb"'),
         (["track.trackers=['wandb']", "track.mlflow_tracking_uri=http://x"], 'without "mlflow" among'),
         (["track.trackers=['sacred']"], '"sacred": input should be'),

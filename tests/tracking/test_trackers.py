@@ -145,7 +145,7 @@ def test_wandb_without_a_key_asks_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     said = started("WeightsAndBiases", tmp_path, RUN, [Point(1, 1000.0, {TOKENS: 1.0})], mode="online")
-    assert "could not start, and the run continues: W&B has no API key here; run wandb login" in said
+    assert "could not start, and the run continues: W&B finds no API key; run wandb login" in said
     assert "has lost 1 of 1 points" in said
 
 
@@ -198,7 +198,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_do(monkeypatch: p
     absent: Callable[[str], None] = lambda _: None  # noqa: E731
     monkeypatch.setattr("diloco.tracking.trackers.find_spec", absent)
     with pytest.raises(
-        ConfigError, match=r"names wandb, mlflow, not installed here; pip install 'diloco\[wandb,mlflow\]'"
+        ConfigError, match=r"track.trackers = wandb, mlflow are not installed; pip install 'diloco\[wandb,mlflow\]'"
     ):
         require_packages(["wandb", "mlflow"])
     require_packages([])

@@ -89,7 +89,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
             MINIMAL + '[train]\ntrains_experts = "0-3,2"\n',
             r"run.toml: \[train\] trains_experts='0-3,2' names 2 twice; name each number once",
         ),
-        (MINIMAL + '[train]\ntrains_experts = ""\n', r"\[train\] trains_experts='' is no list of numbers; write it as"),
+        (MINIMAL + '[train]\ntrains_experts = ""\n', r"\[train\] trains_experts='' is not a list of numbers; write"),
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (
@@ -240,5 +240,5 @@ def test_whatever_tables_hold_reads_back() -> None:
     rows = [{"n": 1, "of": [{"m": 1}, {"m": 2}]}, {"n": 2}]
     text = write_toml({**tables, "left out": None, "rows": [{**row, "left out": None} for row in rows]})
     assert read_toml(text, "text") == {**tables, "rows": rows}
-    with pytest.raises(ConfigError, match="a value cannot be TOML .*; use numbers, strings, lists, tables"):
+    with pytest.raises(ConfigError, match="a value is not valid in TOML .*; use numbers, strings, lists, tables"):
         write_toml({"a": {"b": object()}})

@@ -438,7 +438,7 @@ def test_a_run_of_parts_stopped_and_resumed_is_the_same_to_the_bit(
     ]:
         with pytest.raises(CheckpointError, match=f"is of a learner that holds {held}"):
             Trainer(config, LearnerSpec("x", resume_from=path), attach=lambda *_: pytest.fail("joined")).train()
-    with pytest.raises(CheckpointError, match="has a part of the experts, as its learner; export the run's model"):
+    with pytest.raises(CheckpointError, match="has only the experts that its learner held; export the run's model"):
         checkpoint_state(at[1])
 
 
@@ -587,7 +587,7 @@ def test_the_run_file_gives_each_expert_a_holder(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('holds_experts = "0-3,2"', r"\[train\] holds_experts='0-3,2' names 2 twice; name each number once"),
-        ('holds_experts = ""', r"\[train\] holds_experts='' is no list of numbers"),
+        ('holds_experts = ""', r"\[train\] holds_experts='' is not a list of numbers"),
         ('holds_experts = "0"\ntrains_experts = "0"', r"\[train\] trains_experts has no effect beside holds_experts"),
         ('holds_experts = "0"\nexpert_parallel = 2', r"\[train\] expert_parallel has no effect beside holds_experts"),
     ],

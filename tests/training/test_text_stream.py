@@ -318,7 +318,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no JSON": ("a.jsonl", b'{"text": "one"}\n{"text": "tw', "row 2 of .*a.jsonl is not JSON"),
     "no object": ("a.jsonl", b'["one"]\n', "row 1 of .*a.jsonl is a list, not an object"),
     "no column": ("a.jsonl", b'{"body": "one", "id": 1}\n', r'row 1 of .* no column "text" \(it has body, id\)'),
-    "no text": ("a.jsonl", b'{"text": null}\n', 'row 1 of .* has NoneType in "text", not a text'),
+    "no text": ("a.jsonl", b'{"text": null}\n', 'row 1 of .* has a NoneType in "text", not a text'),
     "cut off": (
         "a.jsonl.gz",
         gzip.compress(b'{"text": "one"}\n' * 99)[:-20],

@@ -156,7 +156,7 @@ def _disk(store: Path) -> Iterator[Finding]:
     """Free space below `store`, and the time to make a megabyte durable there."""
     place = next(path for path in (store, *store.absolute().parents) if path.exists())
     if not place.is_dir():
-        yield Finding("disk", "missing", f"{place.absolute()} is no directory", "remove it, or set run.dir elsewhere")
+        yield Finding("disk", "missing", f"{place.absolute()} is not a directory", "remove it or set run.dir elsewhere")
         return
     free = shutil.disk_usage(place).free
     found = f"{SIZE.show(free)} free at {place.absolute()}"

@@ -50,7 +50,7 @@ def roles(
     if (local is None) == (context.invoked_subcommand is None):
         raise ConfigError("give either a role, as in diloco rl rollout RUN_FILE, or --local RUN_FILE")
     if local is None and (overrides or as_json):
-        raise ConfigError("--set and --json belong behind the role; move them there")
+        raise ConfigError("--set and --json must follow the role, as in diloco rl rollout RUN_FILE --json")
     if local is not None:
         _run_all(local, list(overrides or ()), as_json)
 
@@ -157,7 +157,7 @@ def _run_all(run_file: Path, overrides: list[str], as_json: bool) -> None:
         own_syncer = (status := roles.status()) is None
         live = [name for name, each in (status or {"learners": {}})["learners"].items() if each["live"]]
         if there := sorted({f"trainer-{number}" for number in range(config.run.learners)}.intersection(live)):
-            raise ConfigError(f"{', '.join(there)} of run {config.run.name!r} is under way elsewhere; {choice}")
+            raise ConfigError(f"{', '.join(there)} of run {config.run.name!r} is live in another process; {choice}")
         roles.start(run_file, overrides, serves=own_syncer, rewards=rewards)
         last, said_at = _counts(None), time.monotonic()
         while not roles.are_done():

@@ -61,7 +61,7 @@ def loop(signature: str, of: str = "") -> Callable[[Callable[..., Any]], Callabl
         began_s, directory = time.monotonic(), cache_directory()
         made = _made(function, signature, directory and directory / of.replace(":", "-"))
         if (took_s := time.monotonic() - began_s) > _SLOW_S:
-            kept = f"kept in {directory}" if directory else "not kept, for want of a cache directory"
+            kept = f"kept in {directory}" if directory else "not kept, as there is no cache directory"
             log.info("compiled the loop %r for this processor in %.1f s; it is %s.", function.__name__, took_s, kept)
         return made
 
@@ -73,7 +73,7 @@ def _made(function: Callable[..., Any], signature: str, directory: Path | None) 
         return _compiled(function, signature, directory)
     except Exception as error:  # a damaged file of Numba's cache raises anything
         if directory is None:
-            raise ImportError(f"the loop {function.__name__!r} cannot be compiled here ({error!r})") from error
+            raise ImportError(f"the loop {function.__name__!r} cannot be compiled ({error!r})") from error
         made = _made(function, signature, None)
         text = "the loop %r cannot be taken from or kept in %s (%r), and was compiled anew; free space, or delete that."
         log.warning(text, function.__name__, cache_directory(), error)

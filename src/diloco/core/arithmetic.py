@@ -1,7 +1,7 @@
 """How the arithmetic of long vectors on the host is computed: by torch operations, or by loops that Numba compiles at
 run time (`diloco.compute`), which give the same bits several times as fast.
 
-The torch operations are the reference. The loops stand in for those that cost most: the block formats and casts
+The torch operations are the reference. The loops replace those that cost most: the block formats and casts
 (`core.codecs`), weighted sums and block sums (`core.merges`), outer steps and what surrounds them (`core.outer`,
 `core.global_fragment`), adoptions (`core.adopt`), the flush of denormals (`core.memory`). A loop holds the
 interpreter's lock only while it starts. It goes through a run of segments, whose blocks stay near a core.
@@ -51,7 +51,7 @@ def choose(arithmetic: Arithmetic) -> None:
         ConfigError: another word, or "compiled" where Numba cannot be loaded.
     """
     if arithmetic not in get_args(Arithmetic):
-        raise ConfigError(f"the arithmetic is one of {', '.join(get_args(Arithmetic))}, not {arithmetic!r}.")
+        raise ConfigError(f"the arithmetic must be one of {', '.join(get_args(Arithmetic))}, not {arithmetic!r}.")
     try:
         _chosen.loops = import_module(_LOOPS) if arithmetic == "compiled" else None
     except (ImportError, OSError) as error:

@@ -75,7 +75,7 @@ class Registry(Generic[ChoiceT_co]):
         if not isinstance(values, Mapping):
             example = next(iter(self._kinds))
             raise ConfigError(
-                f"{values!r} is no {self._what}; write a table with its type, such as {{type: {example!r}}}"
+                f"{values!r} is not a valid {self._what}; write a table with its type, such as {{type: {example!r}}}"
             )
         name = values.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None

@@ -117,7 +117,7 @@ def _require_partition(
     for index, names in enumerate(groups):
         for name in names:
             if name not in size:
-                raise ConfigError(f"{fragmentation} names {name!r}, which is no trainable tensor of the model")
+                raise ConfigError(f"{fragmentation} names {name!r}, which is not a trainable tensor of the model")
             if name in owner:
                 raise ConfigError(f"{fragmentation} puts tensor {name!r} into fragments {owner[name]} and {index}")
             owner[name] = index
@@ -342,8 +342,8 @@ class Experts(Fragmentation):
         whole_number("Experts(deal_every=…)", self.deal_every, minimum=0)
         if self.deal_every % self.every:
             raise ConfigError(
-                f"Experts(deal_every={self.deal_every}) deals sets anew while experts are not sent, which is after "
-                f"every {self.every} rounds of the trunk (every); use a multiple of that."
+                f"Experts(deal_every={self.deal_every}) is not a multiple of every={self.every}, and sets of experts "
+                "are dealt only in rounds that send experts; use a multiple."
             )
         whole_number("Experts(every=…), the experts' H as a multiple of the trunk's,", self.every, minimum=1)
         trunk: Any = self.trunk
@@ -404,11 +404,11 @@ class Experts(Fragmentation):
         """
         fused, found = self._fused(specs)
         if found != num_held:
-            raise ConfigError(f"{num_held} experts are held, and the model has {found}; build it with as many.")
+            raise ConfigError(f"the learner holds {num_held} experts, the model has {found}; build it with {num_held}.")
         if listed := next((spec.name for spec in specs if _LISTED_EXPERT.fullmatch(spec.name)), None):
             raise ConfigError(
-                f"{listed!r} is in a list of experts, of which a learner cannot hold a part; use a model that has the "
-                "experts of a layer in one tensor, as those of transformers."
+                f"a learner cannot hold a part of a list of experts, to which {listed!r} belongs; use a model that has "
+                "the experts of a layer in one tensor, as those of transformers."
             )
         return tuple(
             replace(spec, shape=(num_experts, *spec.shape[1:])) if spec.name in fused else spec for spec in specs
@@ -438,7 +438,7 @@ class Experts(Fragmentation):
         for name, size in sizes.items():
             if size != (most := max(sizes.values())):
                 raise ConfigError(
-                    f"Experts(groups={self.groups}) finds {size} experts in {name!r} and {most} elsewhere, not as many"
+                    f"Experts(groups={self.groups}) finds {size} experts in {name!r} and {most} in another tensor"
                 )
         number = next(iter(sizes.values()))
         if self.patterns:

@@ -275,8 +275,8 @@ def apply_update(
         return apply_lossless_update(update, payload, num_elements, held.outer_state, verify=verify, each=each)
     if update.base != held.version:
         raise VersionError(
-            f"the update of fragment {update.fragment} takes version {update.base} to {update.version}, and version "
-            f"{held.version} is held; fetch the fragment whole."
+            f"the update of fragment {update.fragment} from version {update.base} to {update.version} does not fit "
+            f"version {held.version}; fetch the whole fragment."
         )
     _require_size(update, payload, method.down.encoded_bytes(num_elements))
     next_ = _NextVersion(method, held, AveragedElements(places), steps=method.outer_at == "learners")

@@ -172,7 +172,7 @@ class Layout:
             starts = [*map(_first_row, units), units[0].origin.num_rows if units[0].origin else 0]
             stops = [0, *(_first_row(spec) + spec.shape[0] for spec in units)]
             if parameter in seen or len(alike) > 1 or starts != stops:
-                raise LayoutError(f"the units of {parameter!r} are not all of its rows, each once; cut it anew.")
+                raise LayoutError(f"the units of {parameter!r} must contain each of its rows once; cut it anew.")
 
     def units(self) -> dict[str, list[TensorSpec]]:
         """The units of each parameter that is cut into some, in the order of its rows."""
@@ -219,12 +219,12 @@ class Layout:
     def from_dict(cls, values: Mapping[str, object]) -> "Layout":
         """Read back what `to_dict` wrote. Raises LayoutError on anything else."""
         if not isinstance(values, Mapping):
-            raise LayoutError(f"the layout is JSON of a {type(values).__name__}; send Layout.to_dict().")
+            raise LayoutError(f"a layout must be a JSON object, not a {type(values).__name__}; send Layout.to_dict().")
         fragments, static, base = values.get("fragments"), values.get("static"), values.get("base", [])
         lists = [isinstance(each, list) for each in (fragments, static, base)]
         if set(values) - {"base"} != {"fragments", "static"} or not all(lists):
             raise LayoutError(
-                f"a layout has the lists 'fragments' and 'static', not {sorted(values)}; 'base' may be a third."
+                f"a layout has the lists 'fragments' and 'static', not {sorted(values)}; the list 'base' is optional."
             )
         assert isinstance(fragments, list)
         assert isinstance(base, list)
@@ -241,25 +241,25 @@ class Layout:
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
-    def first_difference(self, other: "Layout") -> str | None:
-        """A phrase that names the first tensor in which `other` ("there") differs from this layout ("here"), and what
-        to do; None where the two are equal.
+    def first_difference(self, other: "Layout", own: str = "here", others: str = "there") -> str | None:
+        """A phrase that names the first tensor in which two layouts differ, and what to do; None where they are equal.
+        `own` and `others` say in the phrase where this layout and the other one are.
 
         >>> here.first_difference(there)
         "tensor 'layers.0.w' is (4, 4) float32 here and (4, 8) float32 there; make the same model on all learners, with
         the same answers for its buffers and frozen tensors"
         """
-        if (difference := self._difference(other)) is None:
+        if (difference := self._difference(other, own, others)) is None:
             return None
         return f"{difference}; {SAME_MODEL}"
 
-    def _difference(self, other: "Layout") -> str | None:
+    def _difference(self, other: "Layout", own: str, others: str) -> str | None:
         mine, theirs = self._entries(), other._entries()
         for of_each in (0, 1):  # the tensors themselves, then where they are
             for name in {**mine, **theirs}:
                 here, there = (each[name][of_each] if name in each else "missing" for each in (mine, theirs))
                 if here != there:
-                    return f"tensor {name!r} is {here} here and {there} there"
+                    return f"tensor {name!r} is {here} {own} and {there} {others}"
         return None
 
     def _entries(self) -> dict[str, tuple[TensorSpec | BaseTensor, str]]:

@@ -125,8 +125,7 @@ class Method:
         object.__setattr__(self, "error_feedback", _feedback(self.error_feedback))
         if self.error_feedback and self.up.lossless:
             raise ConfigError(
-                f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose "
-                "a lossy one."
+                f"error_feedback has no effect with the lossless codec {self.up.name!r}; drop it or choose a lossy one."
             )
         num_fragments = 1 if self.offsets is None else len(self.offsets)
         self.schedule(num_fragments)  # refuses impossible numbers
@@ -242,12 +241,12 @@ class Method:
         """
         if not isinstance(self.quorum, AllLive) or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
-                f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method "
+                f"overlap={overlap} of a single learner has no effect with {self.name}; drop it, or use a method "
                 "whose rounds are scheduled and whose outer step is on the syncer."
             )
         if not isinstance(self.sync_every, int):
             raise ConfigError(
-                f"overlap={overlap} of one learner's own needs one sync_every, not {self.sync_every}: where H changes, "
+                f"overlap={overlap} of a single learner needs one sync_every, not {self.sync_every}: where H changes, "
                 "learners of different overlaps would contribute to a round after different steps; drop it."
             )
         return replace(self, overlap=overlap)
@@ -286,11 +285,12 @@ class Method:
         check_keys(values, [field.name for field in fields(Method)], "method field")
         return Method(**{key: parse_answer(key, value) for key, value in values.items()})
 
-    def difference(self, other: Method) -> str | None:
-        """A phrase that names every field in which two methods differ, other than name and paper; None: equal."""
+    def difference(self, other: Method, own: str = "here", others: str = "there") -> str | None:
+        """A phrase that names every field in which two methods differ, other than name and paper; None: equal. `own`
+        and `others` say in the phrase where this method and the other one are."""
         mine, theirs = self.to_dict(), other.to_dict()
         different = [k for k in mine if k not in ("name", "paper") and mine[k] != theirs[k]]
-        return ", ".join(f"{k} is {mine[k]!r} here and {theirs[k]!r} there" for k in different) or None
+        return ", ".join(f"{k} is {mine[k]!r} {own} and {theirs[k]!r} {others}" for k in different) or None
 
 
 def _leaves(kind: type[Any]) -> list[type[Any]]:

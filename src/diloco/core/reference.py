@@ -219,7 +219,7 @@ class Reference:
                 case "eager", m, p, due, sent:
                     self._step_eagerly(m, p, due, sent=sent)
                 case _:
-                    raise ConfigError(f"{event} is no event of a run; see diloco.core.reference.")
+                    raise ConfigError(f"{event} is not an event of a run; see diloco.core.reference.")
 
     def _send(self, m: int, p: int) -> None:
         """Send Q(Δ + β·e), where e is what earlier encodings lost; then e ← Δ + β·e − decoded.
@@ -312,7 +312,7 @@ class Reference:
 
 
 def _close(method: Method, places: Sequence[Placement], last: Version, mean: Tensor) -> Version:
-    """The next version as all who hold it compute it from the payload that is published.
+    """The next version as each holder computes it from the payload that is published.
 
         outer step on the syncer     Θ' = OuterOpt(Θ, Δ̄);  lossy: change = Θ' − Θ + e, then Θ' = Θ + Q(change)
         gradients, no outer step     Θ' = Δ̄;               lossy: change = Δ̄ + e,      then Θ' = Q(change)

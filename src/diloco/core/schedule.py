@@ -62,7 +62,7 @@ def sync_every_of(value: object) -> SyncEvery:
             raise ConfigError(f"the pieces of sync_every start at 0 and ascend, unlike {value!r}.")
         pieces.append((from_step, every))
     if not pieces:
-        raise ConfigError("sync_every names no piece; give a whole number, or pairs [from_step, H].")
+        raise ConfigError("sync_every is an empty list; give a whole number, or pairs [from_step, H].")
     return pieces[0][1] if len(pieces) == 1 else tuple(pieces)
 
 

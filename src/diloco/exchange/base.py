@@ -225,8 +225,8 @@ class Exchange(ABC):
             ConfigError: there is no syncer.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no syncer, which deals {size} groups of {method.name}; name the experts that "
-            "this learner holds."
+            f"{type(self).__name__} has no syncer that could deal {size} groups of experts; name the experts that this "
+            "learner holds."
         )
 
     @abstractmethod

@@ -147,7 +147,7 @@ class Connection:
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
             reply: R | None = stub(request, timeout=limit_s)
         if reply is None:
-            raise CorruptPayloadError(f"the syncer at {self.address} has answered {method} with nothing; try again.")
+            raise CorruptPayloadError(f"the syncer at {self.address} sent an empty answer to {method}; try again.")
         return reply
 
     @contextmanager
@@ -164,7 +164,7 @@ class Connection:
                 raise
             self.close_channel(channel)
             raise UnreachableError(
-                f"the syncer at {self.address} has not answered {method} within {limit_s:.1f} s; is the link up?"
+                f"the syncer at {self.address} has not answered {method} within {limit_s:.1f} s; check the link."
             ) from error
         finally:
             self._answers.waited(time.monotonic() - began_at)
@@ -209,7 +209,7 @@ class Connection:
             if not header.url:
                 return header, download.buffer
             if request.direct:
-                raise CorruptPayloadError("the syncer refers to a URL, though its own bytes were asked for.")
+                raise CorruptPayloadError("the syncer refers to a URL, but its own bytes were requested.")
             found = self._urls.read(header.url, header.url_start, header.url_start + header.num_bytes)
             if found is not None:
                 return header, found
@@ -256,8 +256,8 @@ class Connection:
                 raise
             self.close_channel(channel)
             raise UnreachableError(
-                f"nothing has moved between here and the syncer at {self.address} for {watchdog.stalled_s:.1f} s; "
-                "is the link up?"
+                f"the syncer at {self.address} has neither sent nor accepted bytes for {watchdog.stalled_s:.1f} s; "
+                "check the link."
             ) from error
 
     @contextmanager
@@ -275,7 +275,7 @@ class Connection:
                 raise reason or UnreachableError(str(mapped)) from error
             if isinstance(mapped, AuthError) and self._credentials.have_changed():
                 self._hang_up()
-                raise UnreachableError(f"{mapped} The keys here are newer: dialling again with them.") from error
+                raise UnreachableError(f"{mapped} This caller has newer keys now: dialling again.") from error
             raise mapped from None  # it has the syncer's whole message
         except ValueError as error:  # gRPC's error for a channel that another thread has closed
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error

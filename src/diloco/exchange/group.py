@@ -155,7 +155,7 @@ class Group:
     @property
     def _connections(self) -> Any:
         if self._gloo is None:
-            raise ExchangeError("this rank has left the others; make a new Learner on all of them.")
+            raise ExchangeError("this rank has left its group; make a new Learner on all ranks.")
         return self._gloo
 
     def disconnect(self) -> None:
@@ -250,7 +250,7 @@ def require_process_group() -> None:
 def unresponsive(names: Sequence[str], other: str, timeout_s: float) -> str:
     """The first part of a sentence about learners that did not answer; `other`: if no name is known."""
     verb = "are" if len(names) > 1 else "is"
-    return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
+    return f"{' and '.join(names) or other} {verb} lost or silent for more than {timeout_s:g} s"
 
 
 def read_frame(frame: Tensor) -> dict[str, Any]:

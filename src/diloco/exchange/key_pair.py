@@ -155,7 +155,7 @@ def read_key_pair(directory: Path) -> KeyPair:
         public = certificate.public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:  # TypeError: it has a password
         raise ConfigError(
-            f"the files in {directory} are no certificates and plain key in PEM ({error}); use those of `diloco keys`."
+            f"the files in {directory} are not PEM certificates and a plain key ({error}); use those of `diloco keys`."
         ) from error
     if owner != public:
         raise ConfigError(f"{directory / KEY} is not the key of {CERT} beside it; copy both again from `diloco keys`.")

@@ -39,7 +39,7 @@ def learner_with(exchange: Exchange, **options: Unpack[LearnerOptions]) -> Calla
     """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks, or
     that is the integration's own to set."""
     if others := options.keys() - LearnerOptions.__annotations__.keys():
-        raise TypeError(f"{sorted(others)} are no arguments here; pass {', '.join(LearnerOptions.__annotations__)}.")
+        raise TypeError(f"{sorted(others)} are unknown arguments; pass {', '.join(LearnerOptions.__annotations__)}.")
     return partial(Learner, exchange=exchange, **options)
 
 

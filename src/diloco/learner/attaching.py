@@ -131,7 +131,7 @@ def _require_exchange(exchange: object) -> None:
     """Raise ConfigError unless `exchange` is an exchange; an address is none."""
     if not isinstance(exchange, Exchange):
         raise ConfigError(
-            f"Learner(exchange={exchange!r}) is no exchange; pass what diloco.connect(…) or Collective(…) "
+            f"Learner(exchange={exchange!r}) is not an exchange; pass what diloco.connect(…) or Collective(…) "
             "returns, or what run_local gives."
         )
 
@@ -141,7 +141,7 @@ def _require_method(method: object) -> None:
     if method is not None and not isinstance(method, Method):
         preset = getattr(method, "__name__", None)
         raise ConfigError(
-            f"Learner(method={preset or repr(method)}) is no method; call a preset, which returns one: "
+            f"Learner(method={preset or repr(method)}) is not a method; call a preset, which returns one: "
             f"diloco.{preset or 'DiLoCo'}(…)."
         )
 

@@ -61,7 +61,7 @@ class FragmentShard(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"{func} of a vector of which one rank holds a shard")
+        raise NotImplementedError(f"{func} is not possible on one rank's shard of a vector")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if self.local.numel() == 0:

@@ -265,7 +265,7 @@ class LearnerDriver:
         self.wait_for_units(lambda: not queue.is_sure)
         if (units := queue.trained()) is None:
             raise ConfigError(
-                "no batch of leased data was taken since the step before; iterate over sampler.batches(loader) "
+                "no batch of leased data was taken since the previous step; iterate over sampler.batches(loader) "
                 "(LeasedSampler), and step after its batches only."
             )
         return units

@@ -145,8 +145,8 @@ def whole_model(model: nn.Module | None, layout: Layout, describe: Callable[[nn.
             "a learner that holds a part of the experts cannot initialise the run from its part; pass the whole model "
             "as Learner(whole=…), or leave initialise out and let another learner give the run its model."
         )
-    if difference := layout.first_difference(describe(model)):
-        raise LayoutError(f"the part (here) is not one of Learner(whole=…) (there): {difference}.")
+    if difference := layout.first_difference(describe(model), "in the model", "in whole"):
+        raise LayoutError(f"the model is not a part of Learner(whole=…): {difference}.")
     units = Units(layout)
     own = {name: units.local(name, tensor) for name, tensor in exchanged_tensors(model, layout).items()}
     fragments = tuple(gather(fragment, own).cpu() for fragment in layout.fragments)

@@ -225,10 +225,10 @@ class Learner(Closing):
         """
         self._require_open()
         if self._steps_by_itself:
-            raise ConfigError("step_after_optimizer was called before; it is needed once.")
+            raise ConfigError("step_after_optimizer was called before; call it once.")
         if tokens is not None and not callable(tokens):
             raise ConfigError(
-                f"step_after_optimizer(tokens={tokens!r}) is no function; pass one that returns the tokens."
+                f"step_after_optimizer(tokens={tokens!r}) is not a function; pass one that returns the tokens."
             )
         require_hooks(self._optimizers[-1])
         self._steps_by_itself = True
@@ -643,7 +643,7 @@ def _number_of(tokens: int | Tensor) -> int:
     try:
         number = index(tokens)
     except TypeError as error:
-        raise ConfigError(f"learner.step(tokens={tokens!r}) is no whole number; pass tokens as an int.") from error
+        raise ConfigError(f"learner.step(tokens={tokens!r}) is not a whole number; pass tokens as an int.") from error
     if number < 0:
         raise ConfigError(f"learner.step(tokens={number}) is below 0; pass the tokens of the step.")
     return number

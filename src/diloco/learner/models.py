@@ -24,7 +24,7 @@ def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> 
     if isinstance(model, nn.Module):
         return model
     if not model or not isinstance(model, Mapping | Sequence):
-        raise ConfigError(f"Learner(model={model!r}) is no model; pass a module, modules by name, or the parts of one.")
+        raise ConfigError(f"Learner(model={model!r}) is not a model; pass a module, modules by name, or parts of one.")
     if isinstance(model, Sequence):
         return _whole(model)
     root = nn.Module()
@@ -33,7 +33,7 @@ def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> 
             root.add_module(name, each)
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"Learner(model={{{name!r}: …}}) is no name of a model: {error}; choose another."
+                f"Learner(model={{{name!r}: …}}) has an invalid name of a model: {error}; choose another."
             ) from error
     return root
 

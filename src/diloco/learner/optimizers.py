@@ -35,7 +35,7 @@ def require_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless the optimizer calls hooks at its steps, as those of torch do."""
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise ConfigError(
-            f"{type(optimizer).__name__} calls no hooks at its steps, as a wrapper around an optimizer may not; give "
+            f"{type(optimizer).__name__} calls no hooks at its steps, like some wrappers of optimizers; give "
             "Learner the optimizer inside it, or call learner.step() after each step, with outer gradients exchanged."
         )
 

@@ -232,7 +232,7 @@ def rows_of(piece: Piece, origin: Origin, num_rows: int) -> Piece:
     start, stop = (index * row for index in (origin.first, origin.first + num_rows))
     if start % per_index or stop % per_index:
         raise LayoutError(
-            f"row {origin.first} of {origin.parameter!r} is no whole number of rows of its box {box}; give the box the "
+            f"row {origin.first} of {origin.parameter!r} is not at a whole row of its box {box}; give the box the "
             "parameter's shape, or one dimension (gather=…)."
         )
     first, last = start // per_index, stop // per_index

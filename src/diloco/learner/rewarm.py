@@ -129,7 +129,7 @@ def _require_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ConfigError unless hooks can change the optimizers' learning rates at each step."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            what = "calls no hooks at its steps, as a wrapper around an optimizer may not"
+            what = "calls no hooks at its steps, like some wrappers of optimizers"
         elif not all(isinstance(group.get("lr"), int | float | Tensor) for group in optimizer.param_groups):
             what = "has parameters without a learning rate (lr)"
         else:

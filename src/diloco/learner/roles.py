@@ -64,7 +64,7 @@ def described(
         ConfigError: an unknown answer, or a tensor that cannot be averaged.
     """
     if static not in STATIC:
-        raise ConfigError(f"static={static!r} is no answer; use 'exchange' or 'digest'.")
+        raise ConfigError(f"static={static!r} is not valid; use 'exchange' or 'digest'.")
     trained, others = describe(model)
     parameters = dict(named_parameters(model))
     trained = tuple(replace(spec, shape=gather(spec.name, parameters[spec.name]).shape) for spec in trained)
@@ -125,7 +125,7 @@ def _answered(
         if answer not in BUFFERS:
             where = f" of {pattern!r}" if by_name else ""
             raise ConfigError(
-                f"buffers={answer!r}{where} is no answer; use 'refuse', 'average' or 'local', or {{pattern: answer}}."
+                f"buffers={answer!r}{where} is not valid; use 'refuse', 'average' or 'local', or {{pattern: answer}}."
             )
     found = []
     for spec in specs:

@@ -58,7 +58,7 @@ class LeasedSampler(Sampler[list[int]]):
             if number < 1:
                 raise ConfigError(f"LeasedSampler({name}={number}) needs 1 or more.")
         if seed < 0 or not 0 <= self._rank < self._num_ranks:
-            raise ConfigError(f"LeasedSampler(seed={seed}, ranks={ranks}) needs a seed of 0 or more, and a rank.")
+            raise ConfigError(f"LeasedSampler(seed={seed}, ranks={ranks}) needs a seed >= 0, and (rank, their number).")
         self._num_samples, self._batch_size, self._seed = num_samples, batch_size, seed
         identity = hashlib.sha256(f"{num_samples} {seed} {digest}".encode()).hexdigest()
         data = DataSet(num_samples, passes or 0, identity)

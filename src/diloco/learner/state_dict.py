@@ -110,9 +110,9 @@ def _check(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
         )
     _require_mappings(state, *(key for key in KEYS if key not in ("rank", "layout", "lineage")))
     require_layout(state["layout"], learner.layout)
-    if difference := learner.method.difference(Method.from_dict(state["method"])):
+    if difference := learner.method.difference(Method.from_dict(state["method"]), "now", "in the checkpoint"):
         raise CheckpointError(
-            f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
+            f"the checkpoint was saved under another method: {difference}; use the method it was saved with."
         )
     saved, served = state["lineage"], learner.exchange.lineage
     seen = None if saved is None else Lineage(str(saved["run_id"]), int(saved["epoch"]), int(saved["boot"]))

@@ -60,7 +60,7 @@ class Quantity:
             raise ConfigError(f'{given} has to be {wanted}; write for example "{self.example}"')
         value = number * self.units[unit]
         if number and not SMALLEST <= value <= LARGEST:
-            raise ConfigError(f'{given} is beyond all measure; write for example "{self.example}"')
+            raise ConfigError(f'{given} is out of range; write for example "{self.example}"')
         return value
 
     def show(self, value: float, digits: int = 3) -> str:
@@ -88,7 +88,7 @@ def amount(name: str, value: float) -> float:
     range."""
     positive(name, value)
     if not SMALLEST <= value <= LARGEST:
-        raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")
+        raise ConfigError(f"{name} = {value!r} is out of range; give a number from {SMALLEST:g} to {LARGEST:g}.")
     return value
 
 

@@ -3,7 +3,7 @@
 Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`); trained are the tokens
 of the incarnations that held the fragment. All hold the trunk of a mixture, so the largest of these sums has all tokens
 of the learner. The syncer is responsible for an acknowledged contribution until it is merged or rejected, even if the
-learner is gone. All other pending tokens are given up when their learner ends: lost if it was evicted, discarded as
+learner has left. All other pending tokens are given up when their learner ends: lost if it was evicted, discarded as
 "not merged at the end" if it finished or left. Tokens that an evicted incarnation trained before it was notified, which
 its process reports later, are lost. If the syncer restarts, open contributions of absent learners are given up too,
 since they are not sent again.

@@ -1,4 +1,4 @@
-"""Groups of reinforcement learning: who generates, rewards and trains what.
+"""Groups of reinforcement learning: their assignment to workers and trainers.
 
     prompt → leased → generated → leased → scored → leased → merged
 
@@ -253,7 +253,7 @@ class Groups:
         known = self.workers.live.get(key)
         if known is None or process in known.former or process != known.process:
             raise StaleIncarnationError(
-                f"process {process:x} does not work as rollout {worker!r} now; ask for prompts before groups are sent."
+                f"process {process:x} is not rollout worker {worker!r} now; ask for prompts before sending groups."
             )
         known.seen_at = now
         group, number = self.groups.get(made.number), made.number
@@ -303,7 +303,7 @@ class Groups:
                 f"{weights[:12]} as versions {list(made.versions)}; load them again."
             )
         if made.rewards and not rules.inline:
-            raise PayloadError(f"group {number} has rewards, and reward workers score those of this run; send none.")
+            raise PayloadError(f"group {number} has rewards, but reward workers score this run's groups; send none.")
         if made.rewards and not _are_usable(made.rewards, rules):
             raise PayloadError(f"group {number} has rewards {list(made.rewards)}; send {rules.group_size} numbers.")
 

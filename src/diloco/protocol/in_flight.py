@@ -280,7 +280,7 @@ class FragmentWork:
                 flight.number, flight.round, flight.base, flight.tokens, flight.steps, flight.apply_at, *flight.routed
             )
             if {type(flight.listed), type(flight.is_rejected), type(flight.kept)} != {bool}:
-                raise TypeError("a contribution in flight that is neither listed nor not")
+                raise TypeError("a flag of a contribution in flight is neither true nor false")
         return it
 
 
@@ -293,4 +293,4 @@ def require_whole_numbers(*values: object) -> None:
     """Check that values from a file are whole numbers of 63 bits. Raises ValueError."""
     for each in values:
         if type(each) is not int or not 0 <= each < 2**63:
-            raise ValueError(f"{str(each)[:40]!r} is no whole number")
+            raise ValueError(f"{str(each)[:40]!r} is not a whole number")

@@ -243,7 +243,7 @@ class LearnerCore:
         held = set[int]()
         for fragment, work in enumerate(state["fragments"]):
             if not isinstance(work, Mapping):
-                raise TypeError(f"a {type(work).__name__} stands for a fragment")
+                raise TypeError(f"a {type(work).__name__} in place of a fragment")
             if FragmentWork.from_dict(work).is_held:
                 held.add(fragment)
         if held != (own_held := {fragment for fragment, work in enumerate(self.fragments) if work.is_held}):

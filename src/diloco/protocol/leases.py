@@ -277,9 +277,9 @@ class Leases:
             raise PayloadError(f"{learner!r} has data of {data.num_units} units; it needs at least one.")
         if self.data is not None and self.data != _with_queue_of(data, self.data):
             raise ConfigError(
-                f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
+                f"{learner!r} has {_described(data)}, but the run has {_described(self.data)}; give all "
                 "learners the same data, seed, sequence length and passes, or the same [rl] and [task], or begin "
-                "another run by a new run.name."
+                "another run with a new run.name."
             )
 
     def _take(self, num: int) -> Ranges:

@@ -1,6 +1,6 @@
 """The manifest of a run: the one object of a store that is replaced. It names all others.
 
-`Publisher` (protocol/publishing.py) decides who may replace it.
+`Publisher` (protocol/publishing.py) decides which syncer may replace it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Manifest:
         try:
             plain = json.loads(data)
             if plain.pop("sha256") != _hash_of(plain):
-                raise ValueError("its hash is another one")
+                raise ValueError("its hash does not match")
             found = plain.pop("format")
             if type(found) is int and found > FORMAT:
                 raise StoreError(

@@ -1,9 +1,9 @@
-"""Who may publish a run: one syncer's part in the succession of manifests.
+"""The right to publish a run: one syncer's part in the succession of manifests.
 
 A store is a set of immutable objects and one manifest, which a syncer may swap only if it is still the one that it has
 read. So at most one manifest follows another, whatever clocks say, and no syncer needs to know of the others:
 
-1. Objects are there, then the swap succeeds, then learners hear of it. One swap is in flight at a time.
+1. Objects are stored, then the swap succeeds, then learners are told. One swap is in flight at a time.
 2. Every swap raises the serial, so that the bytes of a manifest never come twice.
 3. A swap whose answer is lost is repeated with the same bytes and the same condition. If it is refused, the manifest is
    read: if it is the one that was sent, the swap has succeeded; otherwise another syncer has the run, and this one is
@@ -73,7 +73,7 @@ class List:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete these objects, as far as they are there. No answer is needed."""
+    """Delete those of these objects that exist. No answer is needed."""
 
     names: tuple[str, ...]
 
@@ -265,7 +265,7 @@ class Publisher:
         return f"{self.epoch}/{self._num_names}"
 
     def change(self, now: float, change: Change) -> list[Act]:
-        """Make a change with the next swap. Its objects are there."""
+        """Make a change with the next swap. Its objects are stored."""
         self._changes.append(change)
         return self.tick(now)
 
@@ -290,7 +290,7 @@ class Publisher:
         return [*([Confirmed(done.tickets)] if done.tickets else []), *self.tick(now)]
 
     def refused(self, now: float) -> list[Act]:
-        """Another manifest is there than the swap in flight expects."""
+        """The store has another manifest than the swap in flight expects."""
         return [] if self._is_over else self.start(now)
 
     def failed(self, now: float) -> list[Act]:

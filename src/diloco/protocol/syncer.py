@@ -484,7 +484,7 @@ class SyncerCore:
         if work.role == "trainer":
             self.check(work.worker, work.process)
             if self.groups.rules is None:
-                raise PayloadError(f"{work.worker!r} asks for groups, and the run's data are none; give it [rl].")
+                raise PayloadError(f"{work.worker!r} asks for groups, but the run has none; give the run [rl].")
             units, reasons = ranges_of((it.number, it.number + 1) for it in work.scores), dict[int, str]()
             for score in work.scores:
                 reasons[score.number] = score.reason

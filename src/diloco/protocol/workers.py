@@ -102,7 +102,7 @@ class Workers:
         self.counts: dict[Key, Counter[str]] = {}
         self.refusals: list[tuple[str, str]] = []
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- live workers -------------------------------------------------------------------------------------------------
 
     def heard(self, now: float, work: Work) -> Worker | None:
         """The worker of a message; None: a newer one of its process was read before.

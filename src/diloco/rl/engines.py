@@ -208,7 +208,7 @@ def _context(model: PreTrainedModel) -> int | None:
 def _require_context(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if not shortest:
-        raise ConfigError("a prompt has no tokens; give it one at least")
+        raise ConfigError("a prompt has no tokens; give it at least one")
     if (context := _context(model)) is not None and longest + max_tokens > context:
         raise ConfigError(
             f"a prompt of {longest} tokens and max_tokens = {max_tokens} exceed the {context} tokens of the model's "
@@ -296,7 +296,7 @@ class OpenAIEngine:
         """See `Engine`."""
         _require_context(self._model, prompts, max_tokens)
         if self._served is None:
-            raise EngineError(f"the engine at {self._url} has no version; load one")
+            raise EngineError(f"the engine at {self._url} has no version of the model; load one")
         request = {
             "model": self._served, "max_tokens": max_tokens, "temperature": temperature, "top_p": 1.0, "logprobs": 1,
             **self._options,
@@ -328,7 +328,7 @@ class OpenAIEngine:
         with self._readable():
             choices: list[Any] = [*found["choices"]]
             if not choices:
-                raise ValueError("it has no choice")
+                raise ValueError("it has no completion (choices)")
         return choices
 
     def _completion(self, prompt: Sequence[int], choice: Any, max_tokens: int, temperature: float) -> Completion:

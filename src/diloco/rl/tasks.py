@@ -224,7 +224,7 @@ class EnvironmentTask:
             ]
         if not scores or tools or any(map(_needs_runtime, scores)):
             raise ConfigError(
-                f'{key}.source = "{settings.source}" is no finite environment with rewards, or it needs tools or a '
+                f'{key}.source = "{settings.source}" is not a finite environment with rewards, or needs tools or a '
                 "runtime; choose another"
             )
 

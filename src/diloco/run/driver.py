@@ -231,8 +231,8 @@ class Driver(Generic[H, S, P]):
         self._require_followed(claim)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
-        if difference := layout.first_difference(self.state.model.layout):
-            raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
+        if difference := layout.first_difference(self.state.model.layout, "on the learner", "in the run"):
+            raise LayoutError(f"learner {learner!r} does not hold the run's model: {difference}.")
         validation.check_held(learner, held, self.state.experts.trunk, len(self.state.versions))
         incarnation, actions = core.joined(
             self._clock.now_s(), learner, process=claim.process, after=claim.incarnation, ready=ready,
@@ -280,7 +280,7 @@ class Driver(Generic[H, S, P]):
         if not self.state.is_initialised:  # another syncer has let it in
             raise StaleIncarnationError(
                 f"incarnation {claim.incarnation} of learner {claim.learner!r} is not part of the run, which has no "
-                "model here yet; join again for a new one."
+                "model yet; join again for a new one."
             )
         self.core.check(claim.learner, claim.incarnation, claim.process)
         validation.check_versions(claim.learner, claim.versions, len(self.state.versions))

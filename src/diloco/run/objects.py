@@ -75,14 +75,14 @@ class Objects(Readable, Protocol):
         """The names of all objects."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, as far as they are there."""
+        """Delete those of these objects that exist."""
 
     def swap(self, data: bytes, token: str | None) -> str:
         """Replace the manifest with this token (None: there is none); returns the new one's token. All objects that
         were put before are durable first.
 
         Raises:
-            SwapRefusedError: another manifest is there. StoreError: whether it was replaced is not known.
+            SwapRefusedError: the store has another manifest. StoreError: whether it was replaced is not known.
         """
 
 

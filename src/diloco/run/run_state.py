@@ -94,7 +94,7 @@ class RunState(Generic[H, P]):
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to merge, and the run has ended: its budget is spent, or an operator has ended it. A
-        run without a budget ends once all learners that are there have finished."""
+        run without a budget ends once all present learners have finished."""
         core = self.core
         has_ended = self.budget.is_spent(self.run_tokens, self.step) or core.steering.ended is not None
         return core.is_settled and (has_ended or (self.budget == Budget() and bool(core.members)))
@@ -150,7 +150,7 @@ class RunState(Generic[H, P]):
         """
         if saved.run != self.run:
             raise UnknownRunError(f"the state is that of run {saved.run!r}, not {self.run!r}; use another directory.")
-        if difference := self.method.difference(saved.method):
+        if difference := self.method.difference(saved.method, "now", "in the saved run"):
             raise AlreadyInitialisedError(
                 f"run {self.run!r} was started with another method ({difference}); start a new run to change it."
             )

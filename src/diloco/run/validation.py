@@ -92,10 +92,10 @@ def check_order(order: Order, by: str) -> None:
         check_name(order.learner)
     elif order.learner:
         raise PayloadError(
-            f"the order {order.what!r} is about no learner, and names {order.learner[:64]!r}; name none."
+            f"the order {order.what!r} concerns no learner, but names {order.learner[:64]!r}; name none."
         )
     if order.bans and order.what != "evict":
-        raise PayloadError(f"the order {order.what!r} bans no learner; evict or drain it.")
+        raise PayloadError(f"only the order 'evict' may have bans, not {order.what!r}; evict or drain the learner.")
     for text in (order.reason, by):
         if len(text) > MAX_WHY or not text.isprintable():
             raise PayloadError(f"an order has {len(text)} characters of reason; use at most {MAX_WHY} printable ones.")
@@ -104,7 +104,7 @@ def check_order(order: Order, by: str) -> None:
 def check_incarnation(learner: str, incarnation: int, known: int) -> None:
     """Check the last incarnation that a joining learner claims, which may be later than the newest known one."""
     if not 0 <= incarnation <= known + MAX_LATER:
-        raise PayloadError(f"{learner!r} was never incarnation {incarnation}: {known} is the newest that is known of.")
+        raise PayloadError(f"{learner!r} was never incarnation {incarnation}: the newest known one is {known}.")
 
 
 def check_step_size(learner: str, tokens_per_step: int | None) -> None:
@@ -158,7 +158,7 @@ def check_report(
     _check_tokens(learner, report.earlier_tokens, run_step, tokens_per_step)
     step_s = report.step_s
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
-        raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
+        raise PayloadError(f"{learner!r} reports {step_s} s for an inner step; report 0 to {MAX_STEP_S:g} seconds.")
     check_versions(learner, report.blocked_with, num_fragments)
     if len(report.confirmed) not in (0, num_fragments):
         raise PayloadError(
@@ -179,7 +179,7 @@ def check_goodbye(learner: str, report: Report, run_step: int, tokens_per_step: 
 
 def _check_blocked(learner: str, report: Report) -> None:
     if not 0 <= report.blocked_s <= MAX_BLOCKED_S:  # nor NaN
-        raise PayloadError(f"{learner!r} was blocked for {report.blocked_s} s; say 0 to {MAX_BLOCKED_S:g} seconds.")
+        raise PayloadError(f"{learner!r} was blocked for {report.blocked_s} s; report 0 to {MAX_BLOCKED_S:g} seconds.")
 
 
 def _check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
@@ -253,7 +253,7 @@ def check_ask(learner: str, ask: Ask) -> None:
         numbers = rules.vocab_size, rules.group_size, rules.max_prompt_tokens, rules.max_tokens, rules.queue
         is_plausible = all(0 < each <= MAX_UNIT for each in numbers) and 2 <= rules.group_size <= MAX_GROUPS
         if not is_plausible or rules.max_staleness > MAX_STALENESS or not _is_digest(rules.digest):
-            raise PayloadError(f"{learner!r} names impossible rules of groups ({rules}); is it of another version?")
+            raise PayloadError(f"{learner!r} has invalid rules of groups ({rules}); use the syncer's diloco version.")
     for units in ask.claim:
         _check_units(learner, units)
 
@@ -261,8 +261,8 @@ def check_ask(learner: str, ask: Ask) -> None:
 def check_work(work: Work) -> None:
     """Check a worker's message on its own."""
     check_name(work.worker)
-    _within(work.worker, "the order of its message", work.order, MAX_UNIT)
-    _within(work.worker, "what it wants", work.wants, MAX_GROUPS)
+    _within(work.worker, "as the order of its message", work.order, MAX_UNIT)
+    _within(work.worker, "wanted groups", work.wants, MAX_GROUPS)
     numbers = [*work.holds, *(score.number for score in work.scores)]
     texts = [score.reason for score in work.scores]
     if len(numbers) + len(texts) > 4 * MAX_GROUPS or not all(0 <= number <= MAX_UNIT for number in numbers):
@@ -276,13 +276,13 @@ def check_work(work: Work) -> None:
 def check_made(worker: str, made: Made) -> None:
     """Check the description of a group on its own."""
     check_name(worker)
-    _within(worker, "the number of its group", made.number, MAX_UNIT)
+    _within(worker, "as the number of its group", made.number, MAX_UNIT)
     _within(worker, "tokens of its group", made.num_tokens, MAX_TOKENS)
     texts = made.task, made.weights, made.digest
     is_short = len(made.rewards) <= MAX_GROUPS and len(made.versions) <= MOST_FRAGMENTS
     if not all(0 < len(text) <= MAX_TASK and text.isprintable() for text in texts) or not is_short:
         said = ", ".join(printable(text, MAX_SOURCE) for text in texts)
-        raise PayloadError(f"{worker!r} describes group {made.number} by {said}; is it of another version?")
+        raise PayloadError(f"{worker!r} describes group {made.number} by {said}; use the syncer's version of diloco.")
 
 
 def _is_digest(text: str) -> bool:
@@ -317,7 +317,7 @@ def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors
             )
     if c.routed is not None and len(c.routed) != num_tensors:
         raise LayoutError(
-            f"fragment {c.fragment} has {num_tensors} tensors, and {c.learner!r} says the tokens routed to "
+            f"fragment {c.fragment} has {num_tensors} tensors, and {c.learner!r} reports the tokens routed to "
             f"{len(c.routed)}; use the run's layout."
         )
 
@@ -330,7 +330,7 @@ def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:
     """
     if not 0 <= span[0] < span[1] <= num_bytes:
         raise CorruptPayloadError(
-            f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment} of {num_bytes} "
+            f"bytes {span[0]} to {span[1]} are not in a contribution to fragment {c.fragment} of {num_bytes} "
             "bytes; send those of the rank's shard."
         )
 
@@ -342,7 +342,7 @@ def check_initial(model: InitialModel[Any]) -> None:
     _within(model.learner, "as an epoch of the run", model.epoch, MAX_EPOCH)
     if len(model.source) > MAX_SOURCE or not model.source.isprintable():
         raise PayloadError(
-            f"a model cannot come from {model.source[:MAX_SOURCE]!r}; describe its source in at most {MAX_SOURCE} "
+            f"the source of the model, {model.source[:MAX_SOURCE]!r}, is invalid; describe it in at most {MAX_SOURCE} "
             "printable characters."
         )
 
@@ -356,13 +356,13 @@ def check_run_id(run_id: str) -> None:
 def _within_steps(learner: str, tokens: int, steps: int, tokens_per_step: int | None) -> None:
     if tokens_per_step is not None and tokens > steps * tokens_per_step:
         raise PayloadError(
-            f"{learner!r} says {tokens} tokens in {steps} inner steps, and declared at most {tokens_per_step} a step "
-            "when it joined; nothing of it was counted."
+            f"{learner!r} reports {tokens} tokens in {steps} inner steps, but declared at most {tokens_per_step} a "
+            "step when it joined; nothing of it was counted."
         )
 
 
 def _within(who: str, what: str, number: int, most: int) -> None:
     if number > most:
         raise PayloadError(
-            f"{who!r} says {number} {what}, where there can be {most} at most; nothing of it was counted."
+            f"{who!r} reports {number} {what}, more than the maximum of {most}; nothing of it was counted."
         )

@@ -145,11 +145,11 @@ class Bucket:
                 mode: Any = "create" if token is None else json.loads(token)
                 return _token(self._small.put(path, data, mode=mode, use_multipart=False))
             except PreconditionError as error:
-                raise SwapRefusedError(f"{self.name} has another {path} by now.") from error
+                raise SwapRefusedError(f"{self.name} has another {path} than the one that was read.") from error
             except AlreadyExistsError as error:
                 # also S3's 409, by which nothing is decided: another request for this name was under way
                 if token is None and self._has(path):
-                    raise SwapRefusedError(f"{self.name} has a {path} by now.") from error
+                    raise SwapRefusedError(f"{self.name} already has a {path}.") from error
                 raise
 
     def _has(self, path: str) -> bool:

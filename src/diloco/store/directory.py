@@ -207,7 +207,7 @@ class Directory(Closing):
             raise
 
     def set_aside(self, files: Sequence[str]) -> tuple[str, ...]:
-        """Move files, by their paths in this directory, to `set-aside/`, as far as they are there; returns their new
+        """Move files, by their paths in this directory, to `set-aside/`, those that exist; returns their new
         paths."""
         moved, aside = tuple[str, ...](), self.path / SET_ASIDE
         with self._mapped("repaired"):

@@ -1,4 +1,4 @@
-"""What of a store is whole, and what a syncer could serve. Changes nothing, also while a syncer serves the store.
+"""The whole objects of a store, and what a syncer could serve. Changes nothing, also while a syncer serves the store.
 
 Every object that the manifest names is read and hashed. Only if one of them is not whole, or the manifest itself, the
 other objects of the run are tried, newest first: by the epoch and counter in their names.

@@ -132,7 +132,7 @@ class ObjectReader(Closing):
         with self.checked(name, holds), ThreadPoolExecutor(READERS_OF_AN_OBJECT) as readers:
             last = head.num_bytes - 1
             if len(self.objects.get(name, last, last + 2)) != 1:  # before memory is reserved
-                raise ValueError(f"it has not the {last + 1} bytes of its header")
+                raise ValueError(f"its size differs from the {last + 1} bytes that its header states")
             wanted = [key for key in head.entries if only(key)]
             tensors = dict(zip(wanted, readers.map(partial(self._tensor, name, head), wanted), strict=True))
         return ReadObject(name, head, tensors)
@@ -148,7 +148,7 @@ class ObjectReader(Closing):
             view[:] = data
             hasher.update(part)
         if hasher.hex() != entry.hash:
-            raise ValueError(f"its {key} is not the one of its header")
+            raise ValueError(f"its {key} does not match the hash in its header")
         return tensor.view(entry.shape)
 
     def _pieces(self, name: str, begin: int, first: int, last: int) -> Iterator[Future[bytes | memoryview]]:
@@ -236,4 +236,4 @@ class ObjectReader(Closing):
 
 def _require_hash(name: str, data: bytes | memoryview) -> None:
     if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
-        raise ValueError("its content is not the one in its name")
+        raise ValueError("its content does not match the hash in its name")

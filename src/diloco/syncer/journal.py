@@ -135,7 +135,7 @@ class Journal(Observer):
         self._metrics.rejected.labels(c.learner, action.reason).inc()
 
     def waits_for_room(self, error: NoRoomError) -> None:
-        log.error("contributions wait with their learners: %s", error)
+        log.error("learners must keep their contributions for now: %s", error)
 
     def sent_back(self, c: Contribution) -> None:
         self._metrics.sent_back.inc()

@@ -291,7 +291,7 @@ class Syncer(Closing):
             log.warning("%s cannot be written (%s)", self._options.state_dir / BOOT, error)
 
     def _stands(self, standing: Standing, epoch: int, why: str) -> None:
-        """Log how this syncer stands beside others."""
+        """Log the new standing of this syncer."""
         log.log(logging.INFO if standing in ("claiming", "serving") else logging.WARNING,
                 "this syncer is %s, epoch %d: %s", standing, epoch, why)  # fmt: skip
         self._events.append(events.StandingChanged(standing=standing, epoch=epoch, why=why))

@@ -94,7 +94,7 @@ class Spool:
             with self._lock:
                 self.held_bytes -= num_bytes
             raise NoRoomError(
-                f"the syncer gets no memory for a contribution of {num_bytes} bytes ({error}); lower spool_bytes, so "
+                f"the syncer cannot allocate a contribution of {num_bytes} bytes ({error}); lower spool_bytes, so "
                 "that more of them wait on disk."
             ) from error
 

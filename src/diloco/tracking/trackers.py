@@ -61,7 +61,7 @@ def require_packages(trackers: Sequence[str]) -> None:
     absent = [name for name in trackers if find_spec(name) is None]
     if absent:
         raise ConfigError(
-            f"track.trackers names {', '.join(absent)}, not installed here; "
+            f"the packages of track.trackers = {', '.join(absent)} are not installed; "
             f"pip install 'diloco[{','.join(absent)}]', or remove it from the list."
         )
 
@@ -122,7 +122,7 @@ class WeightsAndBiases:
         wandb.setup(settings)
         if self._mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConfigError(
-                'W&B has no API key here; run wandb login, or set WANDB_API_KEY or track.wandb_mode = "offline"'
+                'W&B finds no API key; run wandb login, or set WANDB_API_KEY or track.wandb_mode = "offline"'
             )
         # Offline, W&B cannot find an earlier run of this id; `wandb sync` joins the parts of one id.
         self._run = wandb.init(

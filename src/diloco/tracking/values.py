@@ -85,7 +85,7 @@ class SyncerValues:
         self.run_id = ""
         self._step = 0
         self._live: set[str] = set()
-        self._newest: dict[str, ev.LearnerProgress] = {}  # of incarnations that are there
+        self._newest: dict[str, ev.LearnerProgress] = {}  # of present incarnations
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
         self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
         self._before: tuple[float, int] | None = None  # Unix time and tokens of the last `progress` of this process

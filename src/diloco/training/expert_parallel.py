@@ -49,7 +49,7 @@ def shard_experts(model: nn.Module, size: int, num_ranks: int) -> nn.Module:
         )
     accelerator, device = torch.accelerator.current_accelerator(), next(model.parameters()).device
     if accelerator is not None and accelerator.type != device.type:
-        raise ConfigError(f'{KEY} = {size} trains on {accelerator.type} where there is one; set train.device = "auto"')
+        raise ConfigError(f'{KEY} = {size} needs {accelerator.type}, not {device.type}; set train.device = "auto"')
     failed = f"transformers cannot share the experts of {type(model).__name__} over ranks"
     with translated((ImportError, ValueError, RuntimeError), ConfigError, failed, f"drop {KEY}"):
         from transformers.distributed.configuration_utils import DistributedConfig

@@ -52,7 +52,7 @@ class Chained(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError after construction: a group belongs to one of the chained optimizers."""
         if self.optimizers:
-            raise ConfigError("a chained optimizer accepts no more groups; add them to one of its optimizers before.")
+            raise ConfigError("a chained optimizer accepts no more groups; add them to one of its optimizers first.")
         super().add_param_group(param_group)
 
     @overload

@@ -82,7 +82,7 @@ def checkpoint_state(path: Path, run: str | None = None) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is of the run {saved['run']}, not {run}; name a checkpoint of this run.")
     if saved.get("held") is not None:
         raise CheckpointError(
-            f"{path} has a part of the experts, as its learner; export the run's model from its syncer or its store."
+            f"{path} has only the experts that its learner held; export the run's model from its syncer or its store."
         )
     return global_model(saved)
 

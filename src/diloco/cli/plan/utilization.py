@@ -165,17 +165,17 @@ def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]
         if topology[option] is not None and topology[option] < 1:
             raise ConfigError(f"{option} {topology[option]} is too few; give {option} 1 or more.")
     if shards is not None and topology["--syncer"] is None and topology["--merge"] is None:
-        raise ConfigError(f"--shards {shards} has no effect without a limit of a shard; add --syncer or --merge.")
+        raise ConfigError(f"--shards {shards} has no effect without the rate of a shard; add --syncer or --merge.")
     if text is None:
         speeds = (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
     else:
         speeds = parse_list("--speeds", text, float, "numbers", "1,1,0.5")
         if num not in (None, len(speeds)):
-            raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
+            raise ConfigError(f"--speeds {text} has {len(speeds)} speeds for {num} learners; give one for each.")
     if (held := setting.experts and setting.experts.held) and held * len(speeds) < 1 - SAME_SHARE:
         raise ConfigError(
-            f"{len(speeds)} times {held:.3g} of the experts is less than all; give --learners {math.ceil(1 / held)} or "
-            "more."
+            f"{len(speeds)} learners with a share of {held:.3g} each do not hold all experts; give --learners "
+            f"{math.ceil(1 / held)} or more."
         )
     rate, merged = (
         math.inf if topology[option] is None else (shards or 1) * RATE.parse(topology[option], option, positive=True)

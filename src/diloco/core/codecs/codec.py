@@ -197,7 +197,7 @@ def compress(
     _require(x, torch.float32, None, "input of compress")
     if not 0 <= decay <= 1:
         raise ConfigError(
-            f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
+            f"the decay of error feedback must be from 0 to 1, not {decay}; 1 keeps all of it, and SparseLoCo uses 0.95"
         )
     left = new_like(x) if left is None else left
     _require(left, torch.float32, x.numel(), "new residual of compress")

@@ -125,7 +125,7 @@ def _blocks(header_bytes: int, code_bits: int, default: int) -> Callable[..., Si
 def _two_bit(block: int = TWO_BIT_BLOCK, range_sigmas: float = PAPER_RANGE_SIGMAS) -> Sizes:
     _require_block(block, smallest=8)
     if not 1 <= range_sigmas <= 16:
-        raise ConfigError(f"a range of {range_sigmas} sigmas is not within 1 to 16; 6 is the papers'")
+        raise ConfigError(f"a range of {range_sigmas} sigmas is not within 1 to 16; the papers use 6")
     return CodedSizes(block, CODEBOOK_BYTES, code_bits=2)
 
 
@@ -195,7 +195,7 @@ def wire_format(name: str) -> WireFormat:
             try:
                 return WireFormat(name, family.codec, parameters, family.sizes(**parameters))
             except ConfigError as error:
-                raise ConfigError(f"there cannot be a codec {name!r}: {error}") from None
+                raise ConfigError(f"{name!r} is not a valid codec: {error}") from None
     raise ConfigError(_unknown(name))
 
 

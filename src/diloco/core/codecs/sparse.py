@@ -127,7 +127,7 @@ class SignPruned(_Sparse):
     hardly any element of it.
 
     DiLoCo, arXiv 2311.08105, prunes "per neuron" by sign, after TIES-Merging, arXiv 2306.01708, without saying more.
-    Here (1) a chunk of 4096 neighbours in the flat fragment stands for a neuron; (2) the fraction is met exactly in
+    Here (1) a chunk of 4096 neighbours in the flat fragment replaces a neuron; (2) the fraction is met exactly in
     each chunk, so that the size is known beforehand; (3) the election is among the elements of one learner's chunk,
     where TIES elects among the learners for each element.
     """

@@ -233,5 +233,5 @@ def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: i
         if payload.dtype != torch.uint8 or payload.shape != (expected_bytes,):
             raise CorruptPayloadError(
                 f"the contribution of {learner} is {tuple(payload.shape)} {str(payload.dtype).removeprefix('torch.')},"
-                f" and {num_elements} elements in {codec.name} are {expected_bytes} bytes."
+                f" but {num_elements} elements in {codec.name} have {expected_bytes} bytes."
             )

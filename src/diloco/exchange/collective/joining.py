@@ -72,10 +72,11 @@ def compare(
     methods = [Method.from_dict(each["method"]) for each in theirs]
     layouts = [Layout.from_dict(each["layout"]) for each in theirs]
     for rank in range(1, group.size):
-        if difference := methods[0].difference(methods[rank]):
-            raise ConfigError(f"{name_of(0)} and {name_of(rank)} use different methods: {difference}.")
-        if difference := layouts[0].first_difference(layouts[rank]):
-            raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
+        names = f"on {name_of(0)}", f"on {name_of(rank)}"
+        if difference := methods[0].difference(methods[rank], *names):
+            raise ConfigError(f"learners use different methods: {difference}.")
+        if difference := layouts[0].first_difference(layouts[rank], *names):
+            raise LayoutError(f"learners do not hold the same model: {difference}.")
     require_experts_trained(method, layout, [each["trained"] for each in theirs])
     require_no_syncer(method)
     if method.quorum.at_least > group.size:

@@ -124,7 +124,7 @@ class Ranks(Exchange):
         for rank, values in enumerate(given_to):
             if values != given_to[0]:
                 raise ConfigError(
-                    f"rank {rank} of this learner was given another {what} than rank 0; give all the same."
+                    f"rank {rank} of this learner was given another {what} than rank 0; give all ranks the same."
                 )
 
     # --- joining ------------------------------------------------------------------------------------------------------

@@ -168,10 +168,9 @@ class Remote(ShardedExchange):
         run = self._run
         with self._stoppable():
             method = method_of(describe(self._dialler, run, self._join_timeout_s))
-        if given is not None and (difference := given.difference(method)):
+        if given is not None and (difference := given.difference(method, "in the given one", "in the run's")):
             raise ConfigError(
-                f"the method given (here) is not run {run!r}'s (there): {difference}; pass method=None to take the "
-                "run's."
+                f"the given method differs from that of run {run!r}: {difference}; pass method=None to take the run's."
             )
         return method
 

@@ -136,8 +136,9 @@ class ElasticRounds:
         self._num_bytes["control"] += len(json.dumps(mine)) * 2 * (len(frames) - 1)
         for frame in frames:
             self._require_same_model(frame["replica"], frame["layout"])
-            if difference := self._method.difference(Method.from_dict(frame["method"])):
-                raise ConfigError(f"{self._replica} and {frame['replica']} use different methods: {difference}.")
+            theirs = Method.from_dict(frame["method"])
+            if difference := self._method.difference(theirs, f"on {self._replica}", f"on {frame['replica']}"):
+                raise ConfigError(f"learners use different methods: {difference}.")
         return frames
 
     def _require_same_model(self, replica: str, layout: str | dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ class ElasticRounds:
         if isinstance(layout, str):
             difference = None if layout == self._layout.digest() else SAME_MODEL
         else:
-            difference = self._layout.first_difference(Layout.from_dict(layout))
+            difference = self._layout.first_difference(Layout.from_dict(layout), f"on {self._replica}", f"on {replica}")
         if difference:
             raise LayoutError(f"{self._replica} and {replica} do not hold the same model: {difference}.")
 

@@ -61,7 +61,7 @@ class QuorumClient:
             )
         except (RuntimeError, TimeoutError) as error:
             raise ExchangeError(
-                f"the lighthouse at {self._lighthouse} gave no quorum ({reason_of(error)}); is it running?"
+                f"the lighthouse at {self._lighthouse} gave no quorum ({reason_of(error)}); check that it runs."
             ) from error
         members = sorted(quorum.participants, key=lambda each: each.replica_id)
         replicas = [each.replica_id for each in members]

@@ -86,8 +86,8 @@ class VirtualRun:
         syncer = self.syncer_of(learner, method)
         if self._layout is None:
             self._layout, self.replicas = layout, Replicas(method, layout)
-        if difference := self._layout.first_difference(layout):
-            raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
+        if difference := self._layout.first_difference(layout, f"on {self._first}", f"on {learner}"):
+            raise LayoutError(f"learners do not hold the same model: {difference}.")
         return syncer
 
     def syncer_of(self, learner: str, method: Method) -> VirtualSyncer:
@@ -100,8 +100,8 @@ class VirtualRun:
                 RUN, method, self.delivery, observer=self._observer, deadlines=NO_DEADLINES, pool=self._pool,
                 budget=self._budget,
             )  # fmt: skip
-        if difference := self.syncer.method.difference(method):
-            raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
+        if difference := self.syncer.method.difference(method, f"on {self._first}", f"on {learner}"):
+            raise ConfigError(f"learners use different methods: {difference}.")
         return self.syncer
 
     def declare(self, index: int, trained: Sequence[tuple[int, ...] | None]) -> None:
@@ -237,7 +237,7 @@ class RunWire:
 
     def dial(self, address: int) -> None:
         """As `Wire`."""
-        raise AssertionError(f"a run in one process has one syncer, and address {address} is another's")
+        raise AssertionError(f"a run in one process has one syncer, which does not have address {address}")
 
     def hang_up(self, connection: int) -> None:
         """As `Wire`."""

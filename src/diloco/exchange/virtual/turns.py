@@ -123,7 +123,7 @@ class VirtualTime:
         boundary."""
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
-            raise ExchangeError(f"step_s gave {seconds!r} s for learner {index}; a step takes more than 0.")
+            raise ExchangeError(f"step_s returned {seconds!r} s for learner {index}; return a time above 0 s.")
         began_s = self.now
         self._block(index, _Turn("time", began_s + seconds))
         self._watch("compute", index, began_s, self.now)

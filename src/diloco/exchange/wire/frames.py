@@ -131,7 +131,7 @@ def room_for(num_bytes: int) -> memoryview:
     Raises:
         CorruptPayloadError: this machine has not so much memory.
     """
-    failed, advice = f"there is no memory for {num_bytes} bytes", "is the other side of another version?"
+    failed, advice = f"there is no memory for {num_bytes} bytes", "use one version of diloco on both sides"
     with translated((MemoryError, OSError, OverflowError), CorruptPayloadError, failed, advice):
         return new_buffer(num_bytes)
 
@@ -168,7 +168,7 @@ def parse(kind: type[H], data: bytes) -> H:
         return kind.FromString(data)
     except DecodeError as error:
         raise CorruptPayloadError(
-            f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}; is the other side of another version?"
+            f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}; use one version of diloco on both sides."
         ) from error
 
 
@@ -184,8 +184,8 @@ def read_header(stream: Iterator[bytes], kind: type[H], most_bytes: int = MAX_ME
         raise CorruptPayloadError("the stream ended before its header; send it again.") from error
     if len(first) > most_bytes:
         raise CorruptPayloadError(
-            f"a {kind.DESCRIPTOR.name} has {len(first)} bytes, and the maximum is {most_bytes}; is the other side of "
-            "another version?"
+            f"a {kind.DESCRIPTOR.name} has {len(first)} bytes, and the maximum is {most_bytes}; use one version of "
+            "diloco on both sides."
         )
     return parse(kind, first)
 

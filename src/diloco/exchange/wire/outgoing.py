@@ -171,7 +171,7 @@ class OutgoingUpload(Closing, SendPace):
         with self._changed:
             self._changed.wait_for(lambda: self._window.has_room or self._is_over)
             if self._is_over:
-                raise UnreachableError("the upload was broken off.")
+                raise UnreachableError("the upload was interrupted.")
             return self._window.chunk_bytes
 
     def sent(self, num_bytes: int) -> None:

@@ -40,7 +40,7 @@ BROKEN = "Stream removed"
 call has the code UNKNOWN, which a defect of the syncer has too."""
 
 
-OTHER_VERSION = "is the syncer of another version?"
+OTHER_VERSION = "use the syncer's version of diloco"
 """The advice where an answer cannot be read."""
 
 

@@ -41,6 +41,6 @@ def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:
         CorruptPayloadError: `what` is not a safetensors file.
     """
     with translated(
-        (SafetensorError, *MALFORMED), CorruptPayloadError, f"{what} are no safetensors file", "send it again"
+        (SafetensorError, *MALFORMED), CorruptPayloadError, f"{what} are not a safetensors file", "send it again"
     ):
         return load(bytes(buffer))

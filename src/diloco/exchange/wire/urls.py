@@ -66,8 +66,8 @@ class UrlReader:
                 if failures == TRIES or isinstance(error, ValueError):
                     where = urlsplit(url).netloc
                     log.warning(
-                        "cannot read from the store at %s, where the syncer refers to (%s): the bytes come from the "
-                        "syncer itself, for the next %d minutes", where, error, AGAIN_S / 60,
+                        "cannot read from the store at %s, to which the syncer refers (%s); the bytes come from the "
+                        "syncer itself for the next %d minutes", where, error, AGAIN_S / 60,
                     )  # fmt: skip
                     self._again_at = time.monotonic() + AGAIN_S
                     return None
@@ -76,13 +76,13 @@ class UrlReader:
 def _chunks(url: str, start: int, buffer: memoryview, filled: int) -> Iterator[int]:
     """Fill the buffer, the bytes of the object from `start` on; yields the sizes of chunks."""
     if not url.startswith(("https://", "http://")):
-        raise ValueError("it is not a URL of HTTP")
+        raise ValueError("it is not an HTTP URL")
     last = start + len(buffer) - 1
     headers = {"Range": f"bytes={start + filled}-{last}"}
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 - as checked
     with urllib.request.urlopen(request, timeout=SILENT_S) as answer:  # noqa: S310
         if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
-            raise ValueError(f"it answers {answer.status} to a request for a range")
+            raise ValueError(f"it answered a range request with HTTP status {answer.status}")
         while filled < len(buffer) and (num_bytes := answer.readinto(buffer[filled : filled + _CHUNK_BYTES])):
             filled += num_bytes
             yield num_bytes

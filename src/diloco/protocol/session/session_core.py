@@ -167,7 +167,7 @@ class SessionCore(SessionState):
         if not self._has_started and standing.num_live < at_least and not is_missed and not is_over:
             text = f"{standing.num_live} of at least {at_least} learners are live; waiting for the others"
             return self._warn_once("quorum", text)
-        text = f"run {self.run!r} has a model, at step {standing.step}: {self._claim.learner} takes it, not its own"
+        text = f"run {self.run!r} has a model, at step {standing.step}; {self._claim.learner} uses it, not its own"
         said = [requests.Warn(text)] if not self._has_started and self._entrance.adopts else []
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
@@ -394,7 +394,7 @@ class SessionCore(SessionState):
             ):
                 if self._is_current(request.claim):
                     self._cache.distrust(fragment)
-                return [requests.Warn(f"{error}; fetching it whole")]
+                return [requests.Warn(f"{error}; fetching the whole fragment")]
             case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
                 lane.pause(now)  # ranks of this learner received different versions: one was published in between
                 return []

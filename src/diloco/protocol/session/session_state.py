@@ -224,7 +224,7 @@ class SessionState:
         if is_sending and not is_gone and not departure.is_late(now):
             return []
         leave = self._goodbye(now, self.claim, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
-        text = f"{self._claim.learner} leaves while a contribution is still in flight"
+        text = f"{self._claim.learner} leaves before its last contribution was acknowledged"
         return [requests.Warn(text), leave] if is_sending else [leave]
 
     def _say_late(self, now: float) -> Actions:

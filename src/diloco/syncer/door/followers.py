@@ -126,7 +126,7 @@ class FollowerCalls:
         if not is_object_name(wanted.name) or not 0 <= wanted.stop - wanted.start <= MOST_BYTES:
             raise PayloadError(
                 f"{printable(wanted.name, MOST_NAME)!r} from {wanted.start} to {wanted.stop} is not a range of at most "
-                f"{MOST_BYTES} bytes of an object; is the caller of another version?"
+                f"{MOST_BYTES} bytes of an object; use the syncer's version of diloco."
             )
         if not request.direct and (url := self.signed.url_of(wanted.name)):
             header = pb.PullHeader(url=url, url_start=wanted.start, num_bytes=wanted.stop - wanted.start)

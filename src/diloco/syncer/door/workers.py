@@ -63,9 +63,9 @@ class WorkerCalls:
         hosted = self.host()
         rules = hosted.ask(lambda driver: driver.core.groups.rules)
         if rules is None:
-            raise PayloadError("no trainer has joined the run yet, so that it takes no groups; ask for prompts first.")
+            raise PayloadError("no trainer has joined the run yet, so it accepts no groups; ask for prompts first.")
         if len(request.groups) > MAX_GROUPS:
-            raise PayloadError(f"{len(request.groups)} groups with one call are not accepted; send {MAX_GROUPS}.")
+            raise PayloadError(f"{len(request.groups)} groups in one call are too many; send at most {MAX_GROUPS}.")
         made, data = [_checked(each, rules) for each in request.groups], [each.data for each in request.groups]
 
         def receive(driver: SyncerDriver, done: Callable[[Sequence[Score]], None]) -> None:

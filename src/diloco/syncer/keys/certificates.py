@@ -242,7 +242,7 @@ def general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host.encode("idna").decode())
     except ValueError as error:
         raise ConfigError(
-            f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host "
+            f"{host!r} is not a host name or IP address ({error}); give it without a port, as in --host "
             "syncer.example.org."
         ) from error
 

@@ -303,7 +303,7 @@ def _text_of(row: dict[str, Any], column: str, where: str) -> Document:
         raise ConfigError(_no_column(where, column, list(row)))
     text = row[column]
     if not isinstance(text, str):
-        raise ConfigError(f'{where} has {type(text).__name__} in "{column}", not a text; correct or remove the row')
+        raise ConfigError(f'{where} has a {type(text).__name__} in "{column}", not a text; correct or remove the row')
     # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
     return Document(text if text.isascii() else text.encode("utf-8", errors="replace").decode())
 
