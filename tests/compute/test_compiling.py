@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -167,7 +168,8 @@ def test_threads_that_need_a_loop_at_the_same_time_compile_it(tmp_path: Path) ->
         "same = [*ThreadPoolExecutor(3).map(lambda _: BF16().encode(torch.arange(1000.0)).tolist(), range(3))]\n"
         "assert same[0] == same[1] == same[2]\nprint(",
     )
-    assert ran(code, XDG_CACHE_HOME=str(tmp_path)).stderr == ""
+    said = ran(code, XDG_CACHE_HOME=str(tmp_path)).stderr.splitlines()
+    assert [line for line in said if not re.fullmatch(r"INFO:.*compiled.*", line)] == []  # where it takes seconds
     assert len(files_of(tmp_path)) == 4  # flush_denormals too, each with its index
 
 
