@@ -76,6 +76,7 @@ PRINTED: dict[Name, tuple[int, str]] = {
 A_RUN = "printed by a run, and another time by another one; "
 TEXTS: dict[Name, str] = {
     ("CONTRIBUTING.md", "src/diloco/"): "the tree: tests/test_project.py",
+    ("README.md", "[  0.0 s] starting"): A_RUN + "its form: tests/test_demo.py",
     ("docs/data.md", "done + leased"): "an identity: tests/protocol/test_leases.py",
     ("docs/data.md", "Σ fates"): "an identity: tests/protocol/test_leases.py",
     ("docs/methods.md", "grace = "): "a formula: tests/protocol/rounds",
