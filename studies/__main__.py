@@ -44,9 +44,9 @@ Each study tests a claim about DiLoCo and its relatives on real text, at a scale
 claims are from papers; five are our own. [Results](../docs/results.md) is the summary, [Methods](../docs/methods.md)
 gives the resulting advice.
 
-`python -m studies` lists the studies, and `python -m studies.learners` repeats the first one, without the runs that are
-in `studies/cache/`. The last study is of a feature that the package no longer has; it names the commit that produced
-its results.
+`python -m studies` lists the studies, and `python -m studies.learners` repeats the study `learners`, without the runs
+that are in `studies/cache/`. The last study is of a feature that the package no longer has; it names the commit that
+produced its results.
 
 **Model and data.** A byte-level decoder of 165 thousand parameters is trained on the source of Python's standard
 library, for 600 inner steps of 1,024 tokens over all learners. The inner optimizer is AdamW at 4e-3 with warm-up and a
