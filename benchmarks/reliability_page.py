@@ -349,7 +349,7 @@ flood. Handles are the syncer's maximum.
 
 The goals behind the proxy, for a sender without a certificate, are a loss of at most 2 % of the goodput, within the
 noise, and 200 MB. A sender with a certificate passes the proxy and takes processor time as its link allows: gRPC reads
-headers without an end ([threat model](../docs/security-model.md#what-a-flood-can-take)). Here no link is in between,
+headers without an end ([threat model](../docs/security-model.md#limits-against-floods)). Here no link is in between,
 and the sender shares two cores with the proxy, the syncer and other work, so it takes time from the syncer too.
 """
     if rows is None:

@@ -40,28 +40,29 @@ ENDED = ("healing",)
 DOCS = Path(__file__).parents[1] / "studies" / "README.md"
 INTRODUCTION = """# Studies
 
-Claims about DiLoCo and its relatives, tried on real text at a scale that two CPU cores can carry. Papers make eleven of
-them; five are our own. [Results](../docs/results.md) is the summary, [Methods](../docs/methods.md) says what follows
-for a run.
+Each study tests a claim about DiLoCo and its relatives on real text, at a scale that two CPU cores can carry. Eleven
+claims are from papers; five are our own. [Results](../docs/results.md) is the summary, [Methods](../docs/methods.md)
+gives the resulting advice.
 
-`python -m studies` lists the studies, `python -m studies.learners` runs one again; runs that are in `studies/cache/`
-are not repeated. The last study is of a feature that the package no longer has; it names the commit that made it.
+`python -m studies` lists the studies, and `python -m studies.learners` repeats the study `learners`, without the runs
+that are in `studies/cache/`. The last study is of a feature that the package no longer has; it names the commit that
+produced its results.
 
-**What is trained.** A byte-level decoder of 165 thousand parameters on the source of Python's standard library: 600
-inner steps of 1,024 tokens over all learners, AdamW at 4e-3 with warm-up and a cosine. Unless a study says otherwise,
-the first quarter of the steps is a warm start on one model. The learners are `diloco.Learner`s in one process and in
-virtual time. The global model is evaluated.
+**Model and data.** A byte-level decoder of 165 thousand parameters is trained on the source of Python's standard
+library, for 600 inner steps of 1,024 tokens over all learners. The inner optimizer is AdamW at 4e-3 with warm-up and a
+cosine. Unless a study says otherwise, the first quarter of the steps is a warm start on one model. The learners are
+`diloco.Learner`s in one process and in virtual time. The global model is evaluated.
 
-**Controls.** Both see the same data in the same order. **Data parallel** is one model on the full batch. The
-**isolated** learner has a learner's share of every batch and never communicates.
+**Controls.** Each study has two controls, which see the same data in the same order. **Data parallel** is one model on
+the full batch. The **isolated** learner has a learner's share of every batch and never communicates.
 
 **Gaps** are means of differences between runs of the same seed, with their standard error; less than 0.01 is a tie.
 Outer settings are chosen on another part of the held-out text with another seed.
 
-**Verdicts** follow the rule that each study names. A claim holds, or does not, where all of the 95 % interval of the
-paired difference (Student's t; in brackets) is on one side; else the study is undecided. A paper's claim is
-"reproduced" or not; another claim is "found here" or not. All verdicts are for this scale: such a small model, few
-rounds and a high inner learning rate are not those of the papers.
+**Verdicts** follow the rule that each study names. The rule compares the 95 % interval of a paired difference
+(Student's t; in brackets) with a limit. If the whole interval is on one side of the limit, the claim holds or fails;
+otherwise the study is undecided. A paper's claim is "reproduced" or not; another claim is "found here" or not. All
+verdicts are for this scale: the papers use larger models, more rounds and lower inner learning rates.
 
 This page is written by `python -m studies all --show`.
 """

@@ -162,7 +162,7 @@ def test_the_reading_lists_are_closed_under_imports_and_whole() -> None:
 
 
 def test_the_tree_of_rooms_is_the_real_one() -> None:
-    tree = contributing("The rooms").partition("    src/diloco/\n")[2].partition("    examples/")[0]
+    tree = contributing("Packages").partition("    src/diloco/\n")[2].partition("    examples/")[0]
     rooms = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
     assert rooms <= set(re.findall(r"(\w+)/  ", tree))
     for named in re.findall(r"(\w+)/  ", tree):
