@@ -192,7 +192,7 @@ def test_numbers_of_rows_cost_no_memory(rows: list[int]) -> None:
     if own == whole:
         assert Layout.from_dict(values).num_parameters == 2 * whole
     else:
-        with pytest.raises(LayoutError, match="not all of its rows"):
+        with pytest.raises(LayoutError, match="must contain each of its rows once"):
             Layout.from_dict(values)
 
 
@@ -208,7 +208,7 @@ def test_a_unit_with_a_wrong_origin_is_refused(origin: object) -> None:
     [
         (nn.Linear(2, 2), Experts(groups=1), "finds no experts among the model's tensors, such as 'weight'"),
         (Mixture(), Experts(groups=7), "more groups than the 6 experts"),
-        (Mixture(Block(), Block(4)), Experts(groups=1), "finds 4 experts in 'layers.1' and 6 elsewhere"),
+        (Mixture(Block(), Block(4)), Experts(groups=1), "finds 4 experts in 'layers.1' and 6 in another tensor"),
         (
             Mixture(),
             Experts(groups=1, patterns=["*.experts.v"]),

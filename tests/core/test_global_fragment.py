@@ -377,7 +377,7 @@ def test_a_change_applies_to_its_base_only() -> None:
                 apply_update(how, behind, closed.update, closed.payload, places(behind.theta.numel())).held.version == 5
             )
         else:
-            with pytest.raises(VersionError, match="version 4 to 5, and version 2 is held"):
+            with pytest.raises(VersionError, match="version 4 to 5 does not fit version 2"):
                 apply_update(how, behind, closed.update, closed.payload, places(behind.theta.numel()))
 
 

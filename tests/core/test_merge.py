@@ -159,7 +159,7 @@ def test_a_payload_of_the_wrong_size_names_the_contribution(codec: Codec) -> Non
     payloads[1] = payloads[1][:-1]
     expected = codec.encoded_bytes(1000)
     with pytest.raises(
-        CorruptPayloadError, match=rf"contribution of learner-1 is \({expected - 1},\) uint8, .* are {expected} bytes"
+        CorruptPayloadError, match=rf"contribution of learner-1 is \({expected - 1},\) uint8, .* have {expected} bytes"
     ):
         mean(codec, payloads, [1.0, 1.0], 1000)
 
@@ -301,5 +301,5 @@ def test_merges_survive_json() -> None:
     assert MERGES.read(json.loads(json.dumps(Mean().to_dict()))) == Mean()
     with pytest.raises(ConfigError, match="'Meen' is not a known merge; did you mean 'Mean'"):
         MERGES.read({"type": "Meen"})
-    with pytest.raises(ConfigError, match=r"'Mean' is no merge; write a table with its type"):
+    with pytest.raises(ConfigError, match=r"'Mean' is not a valid merge; write a table with its type"):
         MERGES.read("Mean")

@@ -323,7 +323,7 @@ def test_ranks_that_could_not_join_leave_nothing_behind(world: World) -> None:
     [
         ("damaged", 0, "Fetching it again from the syncer itself"),
         ("short", 1, "It was read from the store; fetching it again from the syncer itself"),
-        ("gone", 1, "cannot read from the store at .*404.*: the bytes come from the syncer itself"),
+        ("gone", 1, "cannot read from the store at .*404.*; the bytes come from the syncer itself"),
     ],
 )
 def test_an_island_joins_where_an_object_of_the_bucket_is_not_whole(
