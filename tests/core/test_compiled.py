@@ -325,6 +325,7 @@ def cases(draw: st.DrawFn, codecs: Sequence[Codec] = tuple(CODECS_OF_MERGES)) ->
     return Case(codec, places, contributions, 0.01 * common + vector(sum(sizes), seed) * 2.0**-20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*(kind() for kind in MERGES), RadialDirectional(()), HeLoCo(0.9)], ids=str)
 @given(case=cases())
 @settings(max_examples=8)

@@ -26,7 +26,10 @@ def local() -> Results:
     return in_process(list(SCENARIOS.values()), None)
 
 
-@pytest.fixture(scope="module", params=["local", *WORLDS])
+@pytest.fixture(
+    scope="module",
+    params=["local", *(pytest.param(each, marks=[] if each == "remote" else pytest.mark.slow) for each in WORLDS)],
+)
 def results(request: pytest.FixtureRequest, local: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Every scenario over one exchange."""
     if request.param == "local":

@@ -34,7 +34,7 @@ from diloco.store.bucket import Bucket
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = pytest.mark.timeout(900)  # includes a world of processes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # includes a world of processes
 
 STREAMING = diloco.StreamingDiLoCo(
     sync_every=4, overlap=2, fragments=diloco.ByLayer(layers=1), codec="fp32", error_feedback=False

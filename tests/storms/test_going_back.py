@@ -22,7 +22,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("first", firsts(1000, 80, PER_TEST, PER_TEST))
-@pytest.mark.parametrize("leased", [False, True], ids=["", "leased"])
+@pytest.mark.parametrize("leased", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "leased"])
 def test_storms_in_which_the_run_goes_back(first: int, leased: bool) -> None:
     found = failures(range(first, first + PER_TEST), leased=leased, goes_back=True)
     assert [str(each) for each in found if each is not None] == []

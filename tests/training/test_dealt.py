@@ -67,7 +67,7 @@ def contributors(directory: Path, num_groups: int) -> list[set[str]]:
     return [{name for it in merged if it.fragment == group for name in it.contributors} for group in range(num_groups)]
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_with_every_turn_all_learners_move_on_by_a_group(
     auto: Callable[..., RunConfig], tmp_path: Path, overlap: int
 ) -> None:

@@ -285,13 +285,11 @@ def test_the_trainer_runs_every_method_of_the_family(tiny: Tiny, preset: str) ->
     ("preset", "step"),
     [
         (None, 4),
-        (None, 6),
-        (None, 7),
-        (None, 13),
-        ("DiLoCo", 13),
-        ("SparseLoCo", 8),
-        ("DelayedDiLoCo", 8),
         ("EagerDiLoCo", 8),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((None, 6), (None, 7), (None, 13), ("DiLoCo", 13), ("SparseLoCo", 8), ("DelayedDiLoCo", 8))
+        ),
     ],
 )
 def test_a_pair_stopped_and_resumed_is_the_same_to_the_bit(
