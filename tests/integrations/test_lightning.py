@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -114,7 +115,8 @@ OPENED: list[Any] = []
 def together(*lives: Callable[[], Any]) -> list[Any]:
     """Lives of learners in threads. The first that fails ends the others, which would wait for it."""
     OPENED.clear()
-    with ThreadPoolExecutor(len(lives)) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(len(lives)) as pool:
+        warnings.simplefilter("ignore")  # libraries that catch warnings in one thread change the filters of the others
         futures = [pool.submit(life) for life in lives]
         try:
             for life in as_completed(futures, timeout=300):
