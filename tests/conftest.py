@@ -64,7 +64,7 @@ def _same_process() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest come first, so that of two processes neither is left with one of them in the
+    """Files whose tests may take longest come first, so that of the processes none is left with one of them in the
     end."""
     longest_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
