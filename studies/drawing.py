@@ -14,9 +14,9 @@ ROW, TOP = 46.0, 34.0
 
 STYLE = """
 svg{color-scheme:light dark;--bg:#fff;--ink:#1f2937;--soft:#5b6472;--line:#dfe3e8;--card:#f6f8fa;
---f0:#0072b2;--f1:#e69f00;--f2:#00725a;--bad:#b3470a}
+--f0:#0072b2;--f1:#e69f00;--f2:#00725a;--bad:#c21f30}
 @media (prefers-color-scheme:dark){svg{--bg:#12161c;--ink:#e5e7eb;--soft:#a3adba;--line:#2c333d;--card:#1a2028;
---f0:#56b4e9;--f1:#e6b34d;--f2:#3ecfa5;--bad:#ff9a5c}}
+--f0:#56b4e9;--f1:#e6b34d;--f2:#3ecfa5;--bad:#ff7b7b}}
 .ground{fill:var(--bg)} text{fill:var(--ink);font:11px system-ui,sans-serif} .title{font-weight:600;font-size:12px}
 .soft{fill:var(--soft);font-size:10px} .small{font-size:9.5px} .mid{text-anchor:middle} .end{text-anchor:end}
 .axis{stroke:var(--line)} .step{fill:var(--card);stroke:var(--soft);stroke-width:.7}

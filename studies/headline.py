@@ -1,7 +1,7 @@
 """The figures that README, the site and the demo's pages quote: `diloco demo --quick` with several seeds.
 
     python -m studies.headline            the figures, from results/headline.json, written into the pages
-    python -m studies.headline --run 5    run the demo with seeds 0 to 4 first; about 90 s each on two cores
+    python -m studies.headline --run 5    run the demo with seeds 0 to 4 first; about a minute each on two cores
 
 A demo is a syncer and three learners, one of them killed, and data parallel on as many tokens from the same start. Its
 bytes are counted by the syncer, both directions; data parallel's are computed (a ring all-reduce of bf16 gradients in
@@ -72,7 +72,8 @@ def sentence(kept: Mapping[str, Any]) -> str:
         f"Measured on two CPU cores with a language model of {it['parameters']} parameters, {it['seeds']} seeds\n"
         f"(`python -m studies.headline`): a syncer and three learners send {it['ratio']} times fewer bytes than data\n"
         f"parallel (computed), the loss is {it['gap']}, and a killed learner is back in the merges after\n"
-        f"{it['recovery_s']} s. In brackets: 95 % interval of the loss, range of the seconds."
+        f"{it['recovery_s']} s, forked with its imports loaded. A process that starts Python and torch anew takes\n"
+        "15.8 s (dev/reliability.md). In brackets: 95 % interval of the loss, range of the seconds."
     )
 
 

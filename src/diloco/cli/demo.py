@@ -25,7 +25,7 @@ def command(
         "runs/demo"
     ),
     quick: Annotated[
-        bool, typer.Option("--quick", help="About 70 s on two cores: fewer steps, no isolated learner.")
+        bool, typer.Option("--quick", help="About a minute on two cores: fewer steps, no isolated learner.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the model and the data order.")] = 0,
     opens: Annotated[

@@ -44,7 +44,7 @@ def frozen_page(story: dict[str, Any]) -> str:
     Of the lists and curves of a long run of many learners, the longest are halved until they fit.
     """
     text = _json(story)
-    for _ in range(64):  # then every list is empty
+    for _ in range(64):  # then every list has one element at most
         if len(text) <= MAX_STORY_BYTES:
             break
         part = max(("merges", "events", "loss", "training", "rewards"), key=lambda part: len(_json(story[part])))
