@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,13 +69,14 @@ def figures(kept: Mapping[str, Any]) -> dict[str, str]:
 def sentence(kept: Mapping[str, Any]) -> str:
     """What `diloco demo --quick` measures, for pages."""
     it = figures(kept)
-    return (
-        f"Measured on two CPU cores with a language model of {it['parameters']} parameters, {it['seeds']} seeds\n"
-        f"(`python -m studies.headline`): a syncer and three learners send {it['ratio']} times fewer bytes than data\n"
-        f"parallel (computed), the loss is {it['gap']}, and a killed learner is back in the merges after\n"
-        f"{it['recovery_s']} s, forked with its imports loaded. A process that starts Python and torch anew takes\n"
-        "15.8 s (dev/reliability.md). In brackets: 95 % interval of the loss, range of the seconds."
+    text = (
+        f"Measured on two CPU cores with a language model of {it['parameters']} parameters, {it['seeds']} seeds (`python -m "
+        f"studies.headline`): a syncer and three learners send {it['ratio']} times fewer bytes than data parallel "
+        f"(computed), the loss is {it['gap']}, and a killed learner is back in the merges after {it['recovery_s']} s, "
+        "forked with its imports loaded. A process that starts Python and torch anew takes 15.8 s "
+        "(`dev/reliability.md`). In brackets: 95 % interval of the loss, range of the seconds."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def table(kept: Mapping[str, Any]) -> str:
