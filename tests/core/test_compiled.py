@@ -118,7 +118,7 @@ def vector(num_elements: int, seed: int, *, finite: bool = True) -> Tensor:
 
 @pytest.mark.parametrize("codec", [*CODECS.values(), *OTHER_BLOCKS], ids=lambda codec: codec.name)
 @given(num_elements=lengths, seed=seeds, finite=st.sampled_from([True, True, True, False]))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_encoding_and_decoding(codec: Codec, num_elements: int, seed: int, finite: bool) -> None:
     x = vector(num_elements, seed, finite=finite)
     found = require_same(lambda: codec.encode(x))
@@ -137,7 +137,7 @@ def test_magnitudes_at_the_ends_of_the_formats(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [*LOOPED, *OTHER_BLOCKS], ids=lambda codec: codec.name)
 @given(num_elements=lengths, seed=seeds)
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_any_bytes_are_decoded_or_refused(codec: Codec, num_elements: int, seed: int) -> None:
     """Random codes, and scales or values at and beyond the limits of the format."""
     generator = torch.Generator().manual_seed(seed)
@@ -191,7 +191,7 @@ def test_payloads_begin_at_any_address(codec: Codec) -> None:
 
 
 @given(num_elements=lengths, seed=seeds)
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_sums_of_blocks(num_elements: int, seed: int) -> None:
     x, y = (vector(num_elements, seed + i) for i in range(2))
     require_same(lambda: [block_sums(x), block_sums(x, y)])
@@ -202,7 +202,7 @@ OUTERS = [SGD(lr=0.7), Nesterov(lr=0.7, momentum=0.9), Adam(lr=0.1), DelayedNest
 
 @pytest.mark.parametrize("outer", OUTERS, ids=lambda outer: type(outer).__name__)
 @given(num_elements=lengths, seed=seeds)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_outer_steps(outer: Outer, num_elements: int, seed: int) -> None:
     params, delta, other = (vector(num_elements, seed + i) for i in range(3))
 
@@ -215,7 +215,7 @@ def test_outer_steps(outer: Outer, num_elements: int, seed: int) -> None:
 
 
 @given(num_elements=lengths, seed=seeds, finite=st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_denormals_are_flushed(num_elements: int, seed: int, finite: bool) -> None:
     x = vector(num_elements, seed, finite=finite)
     require_same(lambda: flush_denormals(x.clone()))
@@ -223,7 +223,7 @@ def test_denormals_are_flushed(num_elements: int, seed: int, finite: bool) -> No
 
 @pytest.mark.parametrize("rule", [Mix(0.3), Mix(1.0), Mix(0.0), KeepDisplacement(), Replace()], ids=str)
 @given(num_elements=lengths, seed=seeds, of_itself=st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_adoptions(rule: Adopt, num_elements: int, seed: int, of_itself: bool) -> None:
     local, theta, origin = (vector(num_elements, seed + i) for i in range(3))
 
@@ -342,7 +342,7 @@ def test_merges_of_any_contributions(how: Merge, case: Case, threads: Mapping[in
 
 @pytest.mark.parametrize("screen", [NormOutliers(1.0), NormZScore(0.5)], ids=str)
 @given(case=cases())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_screens_refuse_the_same_learners(screen: Any, case: Case, threads: Mapping[int, ThreadMap]) -> None:
     def compute(num: int) -> Any:
         return refused_by(screen, case.codec, case.contributions, case.places, case.num_elements, threads[num])

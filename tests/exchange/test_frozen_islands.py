@@ -56,6 +56,7 @@ def test_a_sharded_base_has_the_digest_of_a_whole_one_and_nothing_of_it_is_sent(
     assert "'base.1.weight'" in refused.error[1]
 
 
+@pytest.mark.slow
 def test_a_sharded_base_that_is_exchanged_becomes_that_of_the_run(results: dict[str, list[Result]]) -> None:
     start = Adapted(0).state_dict()
     for result in results["exchanged"]:

@@ -365,7 +365,7 @@ def hide_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of its first use
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
+@pytest.mark.parametrize("is_reachable", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_there(
     is_reachable: bool,
     bucket: BucketServer,

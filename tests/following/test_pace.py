@@ -258,7 +258,7 @@ def undisturbed_s() -> float:
     return training_s(0, LearnersFirst())[0]
 
 
-@pytest.mark.parametrize("num_followers", [1, 32])
+@pytest.mark.parametrize("num_followers", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_learners_keep_their_pace_within_2_percent(num_followers: int, undisturbed_s: float) -> None:
     """Of a method that waits for its updates. Every follower begins to read before the learners do."""
     seconds, versions = training_s(num_followers, LearnersFirst())

@@ -76,10 +76,8 @@ def assert_agree(directory: Path, syncer: Syncer) -> None:
         assert_same(model_of(directory / f"learner-{index}"), newest_model(syncer.address, run=RUN).state_dict())
 
 
-PARAMETERS = [
-    pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name != "plain" else []) for each in EXAMPLES
-]
-"""`make test` has one stack; the adapters of the others are tested beside this file, in one process."""
+PARAMETERS = [pytest.param(each, id=each.name, marks=pytest.mark.slow) for each in EXAMPLES]
+"""For `make test` the adapters are tested beside this file, in one process."""
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)

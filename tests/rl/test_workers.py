@@ -188,6 +188,7 @@ def test_rewards_of_the_same_process(tmp_path: Path) -> None:
         assert run.groups()["merged"] == 12 * 4
 
 
+@pytest.mark.slow
 def test_bad_prompts_and_scores_end_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(tmp_path, {"letters:Letters": "letters:Faulty"}) as run, Workers() as workers:
         with Trainer(run):

@@ -34,6 +34,7 @@ def test_seeds_of_runs_that_go_back_that_found_a_defect(seed: int) -> None:
         assert run_seed(seed, goes_back=True) is None
 
 
+@pytest.mark.slow
 def test_runs_go_back_in_all_ways_and_learners_join_again() -> None:
     struck, num_lost, num_again = Counter[str](), 0, 0
     with quiet():
@@ -58,6 +59,7 @@ def lets_in_only_the_process_that_it_knows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Accounting, "is_newest", knows)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_not_let_in_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lets_in_only_the_process_that_it_knows(monkeypatch)
     _require_found(range(50, 70), leased=False)

@@ -294,9 +294,9 @@ def test_a_defect_of_held_parts_is_found(break_it: Defect, first: int, monkeypat
             pytest.fail("no storm has found it")
 
 
-@pytest.mark.parametrize("first", firsts(12000, 30, 5, 5))
+@pytest.mark.parametrize("first", firsts(12000, 30, 3, 3))
 def test_storms_with_dealt_parts(first: int) -> None:
-    found = failures(range(first, first + 5), dealt=True)
+    found = failures(range(first, first + 3), dealt=True)
     assert [str(each) for each in found if each is not None] == []
 
 

@@ -164,6 +164,7 @@ def test_a_syncer_that_is_deposed_while_it_loads_the_run_waits_for_its_turn(shar
     assert shared.manifest().epoch == theirs.epoch + 1
 
 
+@pytest.mark.slow
 def test_a_contribution_that_comes_up_before_a_syncer_is_suspended_is_not_acknowledged_after_that(
     shared: Shared,
 ) -> None:

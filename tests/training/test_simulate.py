@@ -152,6 +152,7 @@ def test_nobody_waits_for_ever_for_a_learner_that_was_killed_before_it_had_the_m
     assert alone.steps == 20
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DECOUPLED, "run.tokens=20_480", "schedule.steps=80")
     first = Scenario(lambda index, step: 1.0 + index + 0.5 * (step >= 10), None, [Fault(1, 20.0, 60.0)], [0.0, 3.0])
