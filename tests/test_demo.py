@@ -525,15 +525,31 @@ def test_the_quick_demo(tmp_path: Path) -> None:
     assert abs(summary["loss_gap_percent"]) < 5
 
 
+OVER_A_BUCKET = """
+import json, sys
+from pathlib import Path
+from diloco.demo import bucket_server
+from diloco.demo.plan import Plan, prepared
+from diloco.demo.story import tell
+from diloco.demo.summary import summarise
+
+with bucket_server.serving("demo") as (port, bucket):
+    url = f"s3://demo/run?endpoint=http://127.0.0.1:{port}"
+    plan = Plan(steps=120, kill_after=0.3, isolated=False, sync_every=10, held_out=32, bucket=url)
+    with prepared(Path(sys.argv[1]), plan, 0) as config:
+        print(json.dumps(summarise(tell(config, plan, lambda *_: None), bucket)))
+"""
+"""In a process of its own, whose children get the credentials of the bucket."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_tiny_demo_over_a_bucket(tmp_path: Path) -> None:
     """The standby takes over from the killed syncer, with its versions and its members; the first one waits then."""
-    with bucket_server.serving("demo") as (port, bucket):
-        url = f"s3://demo/run?endpoint=http://127.0.0.1:{port}"
-        plan = Plan(steps=120, kill_after=0.3, isolated=False, sync_every=10, held_out=32, bucket=url)
-        with prepared(tmp_path / "demo", plan, 0) as config:
-            summary = summarise(tell(config, plan, lambda *_: None), bucket)
+    done = subprocess.run(
+        [sys.executable, "-c", OVER_A_BUCKET, str(tmp_path / "demo")], check=True, capture_output=True
+    )
+    summary = json.loads(done.stdout)
     assert [(kill["name"], kill["by"]) for kill in summary["kills"]] == [("syncer", "standby")]
     assert summary["versions_lost"] == 0 < summary["versions"]
     assert summary["bucket_bytes"] > 0
