@@ -230,8 +230,8 @@ def test_the_same_command_serves_every_start(page: Callable[[Machines], None], r
             events.read()
             those.again(killed)
             those.until(merged_after(partial(is_start, killed), events), f"no merge of both after the kill of {killed}")
-        those.commands["syncer"].process.terminate()
-        assert those.commands["syncer"].process.wait(300) == 0
+        those.commands["syncer"].process.kill()
+        those.commands["syncer"].process.wait()
         those.run_file.write_text(re.sub(r"(?m)^tokens = .*", "tokens = 1", text))
         those.again("syncer")
         learners = [those.commands[name].process for name in LEARNERS]
