@@ -48,7 +48,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest. Tests wait for deadlines
-# and processes for a third of their time, so four of them keep two cores busy. The processes that tests start keep compiled modules,
+# and processes, so four of them keep two cores busy. The processes that tests start keep compiled modules,
 # whatever the caller's environment says.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,8 @@ def describe(summary: dict[str, Any]) -> str:
     """The numbers behind the headline, one line each."""
     it, isolated = summary, summary["isolated_loss"]
     alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
+    is_forked = bool(it["kills"]) and sys.platform == "linux"  # as in `DemoProcesses`
+    forked = "; a killed process is forked again with its imports loaded" if is_forked else ""
     bucket = "" if it["bucket_bytes"] is None else f", {it['bucket_bytes'] / 1e6:,.1f} MB written to the bucket"
     return (
         f"held-out loss: {it['global_loss']:.4f} nats per byte, data parallel {it['baseline_loss']:.4f} "
@@ -167,8 +170,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"on the wire: {it['wire_bytes'] / 1e6:,.1f} MB, data parallel {it['baseline_wire_bytes'] / 1e6:,.1f} MB "
         "(computed: a ring all-reduce of bf16 gradients in every step)\n"
         f"in the store: {it['versions']:,} versions, {it['versions_lost']:,} lost{bucket}\n"
-        f"{it['run']['merges']} merges, {it['tokens']:,} tokens, {it['seconds']:.0f} s; "
-        "a killed process is forked again with its imports loaded"
+        f"{it['run']['merges']} merges, {it['tokens']:,} tokens, {it['seconds']:.0f} s{forked}"
     )
 
 
