@@ -28,7 +28,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
     "torch", "torch._dynamo", "safetensors.torch", "diloco.learner", "diloco.exchange.collective",
     "diloco.exchange.remote",
-    "diloco.exchange.torchft", "diloco.syncer.server",
+    "diloco.exchange.torchft", "diloco.syncer.server", "tests.frozen",
 ])  # fmt: skip
 """What is absent is left out. The first optimizer of a process imports `torch._dynamo`, which takes as long as torch
 itself."""

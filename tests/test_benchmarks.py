@@ -77,6 +77,7 @@ def test_what_publishing_costs_has_a_row_for_each_size_and_wire() -> None:
     assert all(0 < row["ratio"] < math.inf and 0 < row["value"] < math.inf for row in rows)
 
 
+@pytest.mark.slow
 def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:
     row = memory.row_of(memory.Case("mean, int4 down", num_fragments=2, num_learners=2, num_parameters=1 << 21))
     assert 1 < row["value"] < 100

@@ -265,7 +265,7 @@ def test_six_tiles_tell_the_run_in_short(browser: Any, run: Path) -> None:
     tiles = [each.split("\n") for each in page.locator(".tile").all_inner_texts()]
     assert [value for value, _ in tiles] == ["+6.3 %", "1.00 kB", "1.50k", "1 min 44 s", "1", "5.0 s"]
     loss, num_bytes, tokens, _, learners, recovery = (text for _, text in tiles)
-    assert loss == "loss, nats per token, against data parallel: 2.125 and 2.000"
+    assert loss == "loss, against data parallel: 2.125 and 2.000"
     assert num_bytes == "on the wire, 49 times fewer than data parallel (computed, 49.0 kB)"
     assert (tokens, learners) == ("tokens, 38 % of 4.00k", "learner live")
     assert recovery == "from the eviction of oslo to its next merge"
@@ -290,6 +290,17 @@ def test_the_tiles_without_a_control_and_without_a_loss_of_a_learner(browser: An
     page.context.close()
     page, _ = opened(browser, frozen(run))
     assert page.locator(".tile").last.inner_text() == "–\noslo is not back"
+    page.context.close()
+
+
+def test_without_a_loss_the_first_tile_tells_the_rewards(browser: Any, run: Path) -> None:
+    shown = read_run([run])[1].since(0)
+    shown["head"]["loss"], shown["rewards"] = None, {"add": [[5, 0.25], [9, 0.5]], "sort": [[4, 0.75]]}
+    (run / "rewards.html").write_text(frozen_page(shown), encoding="utf-8")
+    page, complaints = opened(browser, (run / "rewards.html").as_uri())
+    tiles = page.locator(".tile").all_inner_texts()
+    assert (len(tiles), tiles[0]) == (6, "0.63\nmean reward of 2 tasks")
+    assert complaints == []
     page.context.close()
 
 

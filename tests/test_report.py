@@ -143,7 +143,7 @@ def test_all_figures_of_a_run_under_way_are_of_one_moment(tmp_path: Path) -> Non
     found, shown = numbers(timeline), story.since(0)
     assert (found["tokens"], found["merges"], found["num_bytes"], found["duration_s"]) == (70, 1, 10, 10.0)
     assert (found["loss"], found["learners"]["a"]["step"], list(found["learners"])) == (2.0, 3, ["a"])
-    assert "1 merges, 0.00 MB on the wire, held-out loss 2.0000 nats per token; as of 00:01:50 UTC" in summary(found)
+    assert "1 merges, 0.00 MB on the wire, held-out loss 2.0000; as of 00:01:50 UTC" in summary(found)
     assert (shown["head"]["tokens"], shown["num_merges"], shown["head"]["num_bytes"]) == (70, 1, 10)
     assert shown["head"]["state"] == "paused"
     assert shown["loss"]["data-parallel"] == [[900, 2.0]]

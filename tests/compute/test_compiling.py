@@ -24,6 +24,37 @@ arithmetic.choose("compiled")
 print(hashlib.sha256(BF16().encode(torch.arange(1000.0)).numpy()).hexdigest())
 """
 
+EVERYTHING = """
+import torch
+from diloco.core import arithmetic
+from diloco.core.adopt import Mix
+from diloco.core.codecs import E3M0
+from diloco.core.layout import Placement, TensorSpec
+from diloco.core.merges import Encoded, RadialDirectional, merge_into
+from diloco.core.outer import Nesterov
+arithmetic.choose("compiled")
+x, codec = torch.linspace(-1, 1, 1000), E3M0()
+contributions = [Encoded(name, (codec.encode(x),), 1.0) for name in "ab"]
+merge_into(delta := torch.empty(1000), RadialDirectional(), codec, contributions, (Placement(TensorSpec("w", (1000,), "float32"), 0),))
+outer = Nesterov()
+outer.step(outer.init(1000), x, delta)
+Mix(0.5).adopt_into(x.clone(), x, x)
+codec.decode(contributions[0].payloads[0], 1000)
+"""  # noqa: E501
+
+OWN_FORMULA = """
+import torch
+from diloco.core import arithmetic
+from diloco.core.outer import Nesterov
+arithmetic.choose("compiled")
+class Own(Nesterov):
+    @staticmethod
+    def formula(mu, lr, theta, delta, momentum):
+        return theta - lr * delta, momentum
+outer = Own()
+outer.step(outer.init(1000), torch.ones(1000), torch.ones(1000))
+"""
+
 WITHOUT_NUMBA = """
 import sys
 class Blocker:
@@ -65,6 +96,23 @@ def test_loops_are_compiled_once_a_machine_and_anew_where_their_files_are_damage
         assert found.stdout == first.stdout
         assert "the loop 'narrow' cannot be taken from or kept in" in found.stderr
         assert f"{tmp_path}/diloco/loops-" in found.stderr
+
+
+@pytest.mark.slow
+def test_no_loop_is_compiled_twice_on_a_machine(tmp_path: Path) -> None:
+    """Whatever it encloses: a decoder's functions, the formula of an outer optimizer or of an adoption."""
+    ran(EVERYTHING, XDG_CACHE_HOME=str(tmp_path))
+    files = files_of(tmp_path)
+    assert len([path for path in files if path.suffix == ".nbc"]) >= 6
+    ran(EVERYTHING, XDG_CACHE_HOME=str(tmp_path))
+    assert files_of(tmp_path) == files
+
+
+@pytest.mark.slow
+def test_a_formula_of_a_users_own_is_not_kept(tmp_path: Path) -> None:
+    """Its source may change, and what it calls."""
+    ran(OWN_FORMULA, XDG_CACHE_HOME=str(tmp_path))
+    assert not [path for path in files_of(tmp_path) if "Own" in str(path) or "outer_steps" in path.name]
 
 
 @pytest.mark.slow

@@ -49,8 +49,12 @@ def test_learners_of_one_speed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [(), (Fault(1, 20.5, 24.0),), (Fault(0, 3.2, 4.0), Fault(2, 29.9, 40.0)), (Fault(1, 20.5, 9e3),)]
-)
+    "kills",
+    [
+        (), pytest.param((Fault(1, 20.5, 24.0),), marks=pytest.mark.slow),
+        (Fault(0, 3.2, 4.0), Fault(2, 29.9, 40.0)), (Fault(1, 20.5, 9e3),),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", OVER_A_SYNCER)
 def test_learners_of_different_speeds_of_which_some_are_killed_and_come_back(
     name: str, kills: tuple[Fault, ...]

@@ -112,7 +112,11 @@ HELD = {
 """The experts that learners hold, beside runs in which all hold all of them."""
 
 
-@pytest.mark.parametrize("name", [*METHODS, *(f"{name}, held" for name in HELD)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in HELD else []) for name in METHODS]
+    + [f"{name}, held" for name in HELD],
+)
 def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(name: str) -> None:
     method = METHODS[name.removesuffix(", held")]
     scenario = Scenario("", method.to_dict())

@@ -233,6 +233,7 @@ class Fails(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **values)
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_is_found_keeps_the_learner(syncer: Syncer, tmp_path: Path) -> None:
     callback = DilocoCallback(dial(syncer))
     trainer = make(tmp_path, callback, model=Fails(tiny().config), auto_find_batch_size=True)

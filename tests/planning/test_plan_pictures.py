@@ -82,7 +82,11 @@ def test_a_method_that_is_another_by_its_numbers_is_one_curve_with_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["data-parallel", "elastic", "decoupled"])
-@pytest.mark.parametrize("speeds", [LearnerSpeeds(), LearnerSpeeds(0.05, (1.0, 0.7))], ids=["formula", "simulated"])
+@pytest.mark.parametrize(
+    "speeds",
+    [LearnerSpeeds(), pytest.param(LearnerSpeeds(0.05, (1.0, 0.7)), marks=pytest.mark.slow)],
+    ids=["formula", "simulated"],
+)
 def test_this_plan_is_on_the_curve_of_its_mode(mode: str, speeds: LearnerSpeeds) -> None:
     fleet = Fleet(100_000, 2, mode, speeds=speeds)  # type: ignore[arg-type]
     found = {each: simulate(replace(fleet, mode=each)) for each in pictures.MODES}
@@ -153,7 +157,7 @@ def test_one_thing_has_one_colour_in_every_picture() -> None:
 # -------------------------------------------------------------------------------------------------------------- advice
 
 
-@pytest.mark.parametrize("choose", [1, 2, 4])
+@pytest.mark.parametrize("choose", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
 def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
     case = advice_inputs(load_site(ROOT / "examples" / "site.toml"))
     ranked = advise(case)

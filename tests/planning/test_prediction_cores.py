@@ -80,7 +80,7 @@ SCHEDULED = {
 
 @pytest.mark.parametrize("name", SCHEDULED)
 @pytest.mark.parametrize("step_s", [(0.31, 0.31, 0.31), (0.31, 0.43)], ids=str)
-@pytest.mark.parametrize("bit_per_s", [2e3, 3e4])
+@pytest.mark.parametrize("bit_per_s", [2e3, pytest.param(3e4, marks=pytest.mark.slow)])
 def test_scheduled_rounds_take_the_time_of_the_real_ones(
     name: str, step_s: tuple[float, ...], bit_per_s: float
 ) -> None:

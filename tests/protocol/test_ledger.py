@@ -425,7 +425,15 @@ RULES: dict[str, Callable[[bool], Rules]] = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name.startswith(tuple(f"{kind()}, " for kind in QUORUMS)) else [pytest.mark.slow]
+        )
+        for name in RULES
+    ],
+)
 def test_the_accounts_balance_whatever_happens(name: str) -> None:
     counts: Counter[str] = Counter()
     for seed in range(6):

@@ -208,7 +208,11 @@ def test_prompts_are_sampled_without_the_reward_model(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("does", ["loops", "backtracks", "waits", "forks and hangs"])
+@pytest.mark.parametrize(
+    "does",
+    [pytest.param("loops", marks=pytest.mark.slow), "backtracks", "waits",
+     pytest.param("forks and hangs", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_task_that_hangs_is_killed_with_the_processes_that_it_started(
     settings: dict[str, TaskTable], does: str
 ) -> None:

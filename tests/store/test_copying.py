@@ -430,6 +430,7 @@ def test_the_command(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert objects_of(tmp_path / "restored")
 
 
+@pytest.mark.slow
 def test_packs_of_groups_are_copied_and_checked(tmp_path: Path) -> None:
     data = b"groups of completions" * 100
     make_run(tmp_path / "run")

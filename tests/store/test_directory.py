@@ -473,6 +473,7 @@ print(newest >= 30)
     assert run_child(script, tmp_path) == "True\n"
 
 
+@pytest.mark.slow
 def test_two_processes_that_race_never_lose_a_swap(tmp_path: Path) -> None:
     """Each opens the directory, reads a number, and swaps in the next one, as often as it gets the lock."""
     script = """

@@ -223,24 +223,24 @@ def change_twice(patch: pytest.MonkeyPatch) -> None:
 ONE: dict[Defect, int] = {
     publishes_before_the_swap: 0,
     swaps_before_objects_are_there: 0,
-    repeats_a_swap_with_new_bytes: 0,
-    takes_a_refusal_for_the_end: 0,
+    repeats_a_swap_with_new_bytes: 4,
+    takes_a_refusal_for_the_end: 4,
     does_not_raise_the_serial: 0,
     claims_the_epoch_of_before: 0,
-    puts_a_version_once: 0,
+    puts_a_version_once: 4,
     deletes_at_once: 0,
     deletes_for_a_swap_whose_fate_is_unknown: 0,
     deletes_what_an_earlier_epoch_named: 0,
     never_deletes: 0,
-    names_objects_by_their_content: 0,
+    names_objects_by_their_content: 5,
     change_twice: 0,
 }
 """Each with the first seed to try: the storms before it are good all the same."""
 
 TWO: dict[Defect, int] = {
-    swaps_again_after_a_refusal: 0,
-    publishes_what_was_refused: 0,
+    swaps_again_after_a_refusal: 1,
+    publishes_what_was_refused: 19,
     claims_what_it_has_not_read: 0,
-    is_never_fenced: 0,
+    is_never_fenced: 1,
 }
 """The same for storms with a standby."""

@@ -13,7 +13,7 @@ from tests.storms.runs import failures, firsts, quiet, run, run_seed
 from diloco.protocol.accounting import Accounting
 from diloco.protocol.leases import Leases
 
-PER_TEST = 10
+PER_TEST = 5
 
 FOUND = {
     246: "a heartbeat of before a learner's first step, that came after a later one, had it ahead of itself",

@@ -22,7 +22,7 @@ from diloco.run.driver import Driver
 from diloco.run.journal.replay import Findings
 from diloco.run.ports import is_event
 
-PER_TEST = 30
+PER_TEST = 12
 
 CHANGE_NOTHING = {"fetch", "status"}
 """Public methods of the driver that only answer."""
@@ -52,7 +52,7 @@ def test_every_event_of_the_driver_is_recorded() -> None:
     assert recorded == events - {"end"}  # of which no entry outlives the process
 
 
-@pytest.mark.parametrize("first", firsts(0, 90, PER_TEST, PER_TEST))
+@pytest.mark.parametrize("first", firsts(0, 60, PER_TEST, PER_TEST))
 def test_storms_are_replayed(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         findings = storm(seed).replay().findings
@@ -63,7 +63,7 @@ def test_storms_are_replayed(first: int) -> None:
 
 def test_storms_with_orders_are_replayed() -> None:
     ordered: set[str] = set()
-    for seed in range(10):
+    for seed in range(5):
         journal = storm(seed, steered=True)
         ordered |= {json.loads(entry)["a"]["order"]["what"] for entry in journal.entries if '"e":"steer"' in entry}
         findings = journal.replay().findings
@@ -73,7 +73,7 @@ def test_storms_with_orders_are_replayed() -> None:
 
 
 def test_storms_with_leased_data_are_replayed() -> None:
-    for seed in range(10):
+    for seed in range(4):
         findings = storm(seed, leased=True).replay().findings
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0
@@ -83,7 +83,7 @@ def test_storms_with_leased_data_are_replayed() -> None:
 def test_storms_with_held_parts_are_replayed(kind: str) -> None:
     plans = {seed: plan_of(seed, **{kind: True}) for seed in range(20)}
     seeds = [seed for seed, plan in plans.items() if not (plan.standby or plan.goes_back or plan.steered)]
-    for seed in seeds[:6]:
+    for seed in seeds[:3]:
         findings = storm(seed, **{kind: True}).replay().findings
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0

@@ -75,20 +75,20 @@ FOUND_WITH_DEALT_PARTS = {
 """Likewise."""
 
 
-@pytest.mark.parametrize("first", firsts(1000, 160, 20, 20))
+@pytest.mark.parametrize("first", firsts(1000, 160, 10, 10))
 def test_storms(first: int) -> None:
-    assert [str(each) for each in failures(range(first, first + 20)) if each is not None] == []
+    assert [str(each) for each in failures(range(first, first + 10)) if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(5000, 40, 10, 10))
+@pytest.mark.parametrize("first", firsts(5000, 40, 5, 5))
 def test_storms_with_leased_data(first: int) -> None:
-    found = failures(range(first, first + 10), leased=True)
+    found = failures(range(first, first + 5), leased=True)
     assert [str(each) for each in found if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(7000, 40, 10, 10))
+@pytest.mark.parametrize("first", firsts(7000, 40, 5, 5))
 def test_storms_with_orders(first: int) -> None:
-    found = failures(range(first, first + 10), steered=True)
+    found = failures(range(first, first + 5), steered=True)
     assert [str(each) for each in found if each is not None] == []
 
 
@@ -213,9 +213,9 @@ def test_what_storms_require_can_fail() -> None:
         storm.place.history.append(manifest)
 
 
-@pytest.mark.parametrize("first", firsts(9000, 40, 10, 10))
+@pytest.mark.parametrize("first", firsts(9000, 40, 5, 5))
 def test_storms_with_parts(first: int) -> None:
-    found = failures(range(first, first + 10), parts=True)
+    found = failures(range(first, first + 5), parts=True)
     assert [str(each) for each in found if each is not None] == []
 
 

@@ -272,7 +272,11 @@ def test_a_learner_that_every_address_refuses_ends(tmp_path: Path, both_keys: No
             fetch_status(addresses, run=RUN, keys=keys)
 
 
-@pytest.mark.parametrize("kind", ["ends", "resets", "resets after the first bytes", "answers something else"])
+@pytest.mark.parametrize(
+    "kind",
+    ["ends", pytest.param("resets", marks=pytest.mark.slow), "resets after the first bytes",
+     pytest.param("answers something else", marks=pytest.mark.slow)],
+)  # fmt: skip
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_a_server_that_hangs_up_in_a_diagnosis_refuses_nobody(kind: str, has_keys: bool, tmp_path: Path) -> None:
     """And no socket stays open: such a warning is an error here."""

@@ -72,7 +72,13 @@ def both(address: str, steps: range, saved: list[dict[str, Any]] | None = None) 
         return [future.result() for future in futures]
 
 
-@pytest.mark.parametrize("name", METHODS)
+ALIKE = ["LocalSGD", "DiLoCo", "Streaming", "MuLoCo"]
+"""Whose state is a part of another one's."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in METHODS]
+)
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, tmp_path: Path) -> None:
     with start(tmp_path / "whole", METHODS[name]) as syncer:
         whole = both(syncer.address, range(1, 2 * T + 1))

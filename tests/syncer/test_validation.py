@@ -54,7 +54,9 @@ MESSAGE = st.one_of(
 PUSHED = diloco.AsyncDiLoCo(sync_every=4, fragments=method().fragments, codec="fp32")
 
 
-@pytest.mark.parametrize("answer", [method(), PUSHED], ids=["scheduled", "pushed"])
+@pytest.mark.parametrize(
+    "answer", [method(), pytest.param(PUSHED, marks=pytest.mark.slow)], ids=["scheduled", "pushed"]
+)
 def test_no_message_ends_a_run(answer: Method, tmp_path: Path) -> None:
     work = 0
     with start(tmp_path, answer) as syncer:

@@ -367,6 +367,7 @@ def test_four_quarters_and_a_holder_of_all(parts: Callable[..., RunConfig], tmp_
     assert len(set(ends.values())) == 4
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_killed_comes_back_with_its_part(parts: Callable[..., RunConfig], tmp_path: Path) -> None:
     configs = {n: parts(h, "checkpoint.every_steps=5") for n, h in (("a", "0-3"), ("b", "4-7"))}
     for killed in range(2):
@@ -442,7 +443,7 @@ def test_a_run_of_parts_stopped_and_resumed_is_the_same_to_the_bit(
         checkpoint_state(at[1])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_the_whole_model_is_dropped_once_its_learner_has_joined(
     parts: Callable[..., RunConfig], optimizer: str
 ) -> None:

@@ -351,7 +351,10 @@ def num_live(directory: Path, at_s: float) -> int:
     return sum(isinstance(e, Joined) - isinstance(e, Left) for e in said)
 
 
-@pytest.mark.parametrize("schedule", ["ramp up", "ramp down", "doubling", "halving"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["ramp up", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ramp down", "doubling", "halving"))],
+)
 def test_learners_come_and_go_by_the_schedule_of_the_pool(schedule: str, tiny: Tiny, tmp_path: Path) -> None:
     steps = ("run.steps=48", "run.tokens=1_000_000", "schedule.steps=48")
     config = tiny(DILOCO, "run.learners=4", *steps, f"pool.schedule='{schedule}'")

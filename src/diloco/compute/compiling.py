@@ -10,17 +10,19 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numba
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from llvmlite.ir import IRBuilder
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, register_jitable
 
 if numba.config.DISABLE_JIT:
@@ -81,14 +83,46 @@ def _made(function: Callable[..., Any], signature: str, directory: Path | None) 
 
 
 def _compiled(function: Callable[..., Any], signature: str, directory: Path | None) -> Callable[..., Any]:
-    jit = njit(signature, nogil=True, error_model="numpy", cache=directory is not None)
+    made: Any = njit(nogil=True, error_model="numpy")(function)
     with _compiling:  # Numba's directory of compiled functions is a setting of the process
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory or "")
         try:
-            made: Callable[..., Any] = jit(function)
+            if directory is not None and _is_own(function):
+                made._cache = _Cache(function)
+            made.compile(signature)
         finally:
             numba.config.CACHE_DIR = before
-    return made
+    made.disable_compile()
+    return cast("Callable[..., Any]", made)
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Numba's key has a pickle of what a loop encloses. A pickled function differs in every process, so that no loop
+    which encloses one would ever be found again."""
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return signature, codegen.magic_tuple(), tuple(map(_told, _enclosed(self._py_func)))
+
+
+def _enclosed(function: Any) -> Iterator[Any]:
+    """What a function encloses, and what the functions among that do."""
+    for cell in function.__closure__ or ():
+        value = getattr(cell.cell_contents, "py_func", cell.cell_contents)
+        yield value
+        if isinstance(value, FunctionType):
+            yield from _enclosed(value)
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same in every process: a function's name, since its source is known."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a loop is of this package's sources alone. The formula of a user's optimizer is compiled in every
+    process, since its source may change."""
+    functions = (each for each in _enclosed(function) if isinstance(each, FunctionType))
+    return all(each.__module__.startswith("diloco.") for each in functions)
 
 
 @cache

@@ -125,7 +125,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def summary(found: dict[str, Any]) -> str:
     """The run in one sentence."""
-    loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
+    loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f}"
     num = len(found["learners"])
     as_of = "" if found["as_of"] is None else f"; as of {datetime.fromtimestamp(found['as_of'], UTC):%H:%M:%S} UTC"
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""

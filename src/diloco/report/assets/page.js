@@ -55,7 +55,7 @@ function dash(name) {
   return name === "global model" ? "solid" : DATA_PARALLEL.includes(name) ? "dash" : "dot";
 }
 
-const lossLabel = () => (story.groups ? "loss" : `loss, nats per ${story.demo ? "byte" : "token"}`); // a token of a demo is a byte
+const lossLabel = () => (story.demo && !story.groups ? "loss, nats per byte" : "loss"); // of other runs, what their learners log
 
 // --- data
 
@@ -138,6 +138,13 @@ function gaps() { // for each point of the global model: the loss of data parall
   });
 }
 
+function reward() { // the newest mean of each task
+  const newest = Object.entries(kept.rewards).map(([task, points]) => [task, points.at(-1)[1]]);
+  if (!newest.length) return null;
+  const mean = newest.reduce((sum, [, value]) => sum + value, 0) / newest.length;
+  return tile(mean.toFixed(2), newest.length === 1 ? `mean reward, ${plain(newest[0][0])}` : `mean reward of ${newest.length} tasks`);
+}
+
 function recovery(it) { // of the learner that was lost last
   if (it === null) return tile(0, "learners lost");
   return it.seconds === null ? tile("–", `${it.learner} is not back`)
@@ -153,7 +160,7 @@ function tiles(head) {
   const gap = gaps().at(-1), count = ended ? story.learners.length : head.planned || head.live;
   const all = [
     gap ? tile(`${gap.percent > 0 ? "+" : "−"}${Math.abs(gap.percent).toFixed(1)} %`, `${lossLabel()}, against data parallel: ${gap.loss.toFixed(3)} and ${gap.other.toFixed(3)}`)
-      : head.loss === null ? null : tile(head.loss.toFixed(4), `held-out ${lossLabel()}`),
+      : head.loss === null ? reward() : tile(head.loss.toFixed(4), `held-out ${lossLabel()}`),
     tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire, ${fewer(head.ratio, "")} (computed, ${short(head.parallel_bytes, "B")})`),
     tile(short(head.tokens), `tokens${done === null ? "" : `, ${percent(done)} of ${short(head.budget)}`}${speed ? `; ${short(speed)} per second` : ""}`, meter),
     ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
