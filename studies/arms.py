@@ -74,7 +74,7 @@ class Arm:
     def key(self) -> str:
         """Name of the run: a hash of what it depends on, where that is not the default."""
         values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-        if self.kind != "method":  # a control knows nothing of methods, speeds and who is there
+        if self.kind != "method":  # a control has no method, speeds or members
             for name in ("method", "speeds", "budget_s", "starts", "ends", "attack"):
                 values.pop(name, None)
         if self.kind == "data parallel":  # it is the same run whatever M, its warm start and its shards are

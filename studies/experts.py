@@ -4,7 +4,7 @@ Writes the tables of studies/experts.md.
 python -m studies.experts                      train what is missing in results/experts.json, then write the table
 python -m studies.experts --data DIR           on the files *.txt of a directory, not the source of Python's library
 python -m studies.experts --jobs 16            sixteen runs at a time, one thread each
-python -m studies.experts --show               write the table of what is there, and train nothing
+python -m studies.experts --show               write the table of the finished runs, and train nothing
 python -m studies.experts --pilot              outer settings, on another seed and the other half of the held-out text
 
 A Mixtral of 0.44 million parameters on bytes, 85 % of them in experts, two of which a token uses. All runs begin with the
@@ -476,7 +476,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file with the results")
     parser.add_argument("--steps", type=int, help="inner steps in all, of which a fifth are the warm start")
-    parser.add_argument("--show", action="store_true", help="write the table of what is there, and train nothing")
+    parser.add_argument("--show", action="store_true", help="write the table of the finished runs, and train nothing")
     parser.add_argument("--pilot", action="store_true", help="compare outer settings, and write nothing")
     given = parser.parse_args()
     length = Length() if given.steps is None else Length(given.steps // 5, given.steps)

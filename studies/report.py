@@ -184,7 +184,7 @@ def show(study: Study) -> None:
 
 
 def write(study: Study, rows: Sequence[Row]) -> None:
-    """JSON, Markdown and a plot of what is there."""
+    """JSON, Markdown and a plot of the finished runs."""
     RESULTS.mkdir(exist_ok=True)
     found = found_of(rows)
     gaps = {label: each for label in found if (each := gap(found[label], found["data parallel"])) is not None}

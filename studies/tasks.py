@@ -3,7 +3,7 @@ studies/tasks.md.
 
 python -m studies.tasks              train what is missing in results/tasks.json, then write the table
 python -m studies.tasks --jobs 2     two seeds at a time, one thread each
-python -m studies.tasks --show       write the table of what is there, and train nothing
+python -m studies.tasks --show       write the table of the finished runs, and train nothing
 
 A model of 165 thousand parameters (the reference trainer's small Llama) on bytes: of four sequences one is the source
 of Python's standard library, one bracket texts, two sums. The tasks are those of `diloco evaluate`, run by lm-eval.
@@ -228,7 +228,7 @@ def _cell(runs: Mapping[str, Mapping[str, Any]], label: str, measure: str) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="seeds at the same time, one thread each")
-    parser.add_argument("--show", action="store_true", help="write the table of what is there, and train nothing")
+    parser.add_argument("--show", action="store_true", help="write the table of the finished runs, and train nothing")
     given = parser.parse_args()
     runs: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     missing = {seed: [label for label in METHODS if str(seed) not in runs.get(label, {})] for seed in SEEDS}

@@ -109,7 +109,10 @@ def test_json_names_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert {"cpu", "cores", "torch"} <= set(printed["machine"])
 
 
-@pytest.mark.parametrize("command", plan.QUESTIONS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=[pytest.mark.slow] if number else []) for number, each in enumerate(plan.QUESTIONS)],
+)
 def test_the_planner_answers_what_it_is_asked(command: str) -> None:
     row = plan.row_of(command, num_runs=1)
     assert row["value"] > 0

@@ -255,7 +255,13 @@ EVERY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EVERY)
+ALIKE = ["DiLoCo", "Delayed", "Decoupled, kept", "Sparse", "screened"]
+"""Whose rounds are counted as another one's."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in EVERY]
+)
 def test_learners_of_any_speed_come_and_go_and_no_token_vanishes(name: str) -> None:
     def live(index: int, exchange: Exchange) -> dict[str, Any]:
         return life(EVERY[name], until_s=60.0 if index != 1 else 33.0)(index, exchange)

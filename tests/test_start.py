@@ -147,20 +147,6 @@ def five_minutes(those: Machines) -> None:
         those.start(name, line)
 
 
-def five_minutes_with_keys(those: Machines) -> None:
-    """The same on two machines, with keys."""
-    page = "docs/start.md"
-    run_file = re.sub(r"\[syncer\]\n.*", block(page, "[syncer]"), (START / "run.toml").read_text(), flags=re.DOTALL)
-    script = re.sub(r"exchange = .*\n", block(page, "exchange ="), (START / "learner.py").read_text())
-    those.make_keys(block(page, "diloco keys init"))
-    those.write(those.run_file, run_file)
-    commands = block(page, "diloco syncer examples/start/run.toml --address").splitlines()
-    for name, line in zip(("syncer", *LEARNERS), commands, strict=False):
-        if name != "syncer":
-            those.write(those.directory / name / "examples" / "start" / "learner.py", script)
-        those.start(name, line, "." if name == "syncer" else name)
-
-
 # A program around the lines of a page: a model without a list of layers on random tokens, which differ by machine.
 PROGRAM = """
 import itertools, pathlib, types
@@ -210,7 +196,6 @@ def attach(those: Machines) -> None:
     ("page", "run_file"),
     [
         pytest.param(five_minutes, "examples/start/run.toml", marks=pytest.mark.slow),
-        pytest.param(five_minutes_with_keys, "examples/start/run.toml", marks=pytest.mark.slow),
         pytest.param(readme, "run.toml", marks=pytest.mark.slow),
         pytest.param(attach, "run.toml", marks=pytest.mark.slow),
     ],

@@ -46,10 +46,17 @@ RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 LOOPED = [FP32(), BF16(), Int8(), Int4(), E3M0()]
 OTHER_BLOCKS = [Int8(block=32768), Int4(block=2), E3M0(block=32)]
 CODECS_OF_MERGES = [*LOOPED, *OTHER_BLOCKS[:2], TwoBit()]
+SLOW = [Int4(), *OTHER_BLOCKS]
+"""Loops of their own take seconds to compile; these are made as those of E3M0 and Int8."""
 LENGTHS = [1, 2, 3, 63, 64, 65, 127, 255, 257, 4095, 4097, 32767, 32768, 32769, 65537, 5 * SEGMENT_ELEMENTS + 33]
 
 seeds = st.integers(0, 2**31)
 lengths = st.one_of(st.sampled_from(LENGTHS), st.integers(1, 3000))
+
+
+def of_codecs(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
+    each = [pytest.param(codec, marks=[pytest.mark.slow] if codec in SLOW else [], id=codec.name) for codec in codecs]
+    return pytest.mark.parametrize("codec", each)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ def vector(num_elements: int, seed: int, *, finite: bool = True) -> Tensor:
 # --- codecs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [*CODECS.values(), *OTHER_BLOCKS], ids=lambda codec: codec.name)
+@of_codecs([*CODECS.values(), *OTHER_BLOCKS])
 @given(num_elements=lengths, seed=seeds, finite=st.sampled_from([True, True, True, False]))
 @settings(max_examples=8)
 def test_encoding_and_decoding(codec: Codec, num_elements: int, seed: int, finite: bool) -> None:
@@ -128,14 +135,14 @@ def test_encoding_and_decoding(codec: Codec, num_elements: int, seed: int, finit
         require_same(lambda: codec.decode(payload, num_elements))
 
 
-@pytest.mark.parametrize("codec", [*LOOPED, *OTHER_BLOCKS], ids=lambda codec: codec.name)
+@of_codecs([*LOOPED, *OTHER_BLOCKS])
 def test_magnitudes_at_the_ends_of_the_formats(codec: Codec) -> None:
     for exponent in (-149, -127, -126, -121, -120, -119, -114, -113, 117, 118, 119, 120, 121, 124, 126, 127):
         x = (torch.linspace(-1, 1, 200).double() * 2.0**exponent * (2 - 2**-23)).float()
         require_same(lambda x=x: codec.decode(codec.encode(x), 200))
 
 
-@pytest.mark.parametrize("codec", [*LOOPED, *OTHER_BLOCKS], ids=lambda codec: codec.name)
+@of_codecs([*LOOPED, *OTHER_BLOCKS])
 @given(num_elements=lengths, seed=seeds)
 @settings(max_examples=8)
 def test_any_bytes_are_decoded_or_refused(codec: Codec, num_elements: int, seed: int) -> None:
@@ -155,7 +162,7 @@ def test_any_bytes_are_decoded_or_refused(codec: Codec, num_elements: int, seed:
     assert len(found) == 3 or found[0] is CorruptPayloadError
 
 
-@pytest.mark.parametrize("codec", [*LOOPED, TwoBit()], ids=lambda codec: codec.name)
+@of_codecs([*LOOPED, TwoBit()])
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_error_feedback(codec: Codec, decay: float) -> None:
     for num_elements, seed in itertools.product((65, 70001), range(3)):
@@ -165,7 +172,7 @@ def test_error_feedback(codec: Codec, decay: float) -> None:
             require_same(lambda x=x, residual=residual: compress(codec, x, residual, decay))
 
 
-@pytest.mark.parametrize("codec", LOOPED, ids=lambda codec: codec.name)
+@of_codecs(LOOPED)
 def test_what_is_no_vector_or_payload_is_refused(codec: Codec) -> None:
     x, payload = torch.randn(100), codec.encode(torch.randn(100))
     odd = torch.zeros(2 * len(payload), dtype=torch.uint8)[::2]
@@ -177,7 +184,7 @@ def test_what_is_no_vector_or_payload_is_refused(codec: Codec) -> None:
         assert require_same(compute)[0] in (ConfigError, CorruptPayloadError)
 
 
-@pytest.mark.parametrize("codec", LOOPED, ids=lambda codec: codec.name)
+@of_codecs(LOOPED)
 def test_payloads_begin_at_any_address(codec: Codec) -> None:
     x = vector(70001, 0)
     room = torch.empty(codec.encoded_bytes(70001) + 8, dtype=torch.uint8)
@@ -351,7 +358,7 @@ def test_screens_refuse_the_same_learners(screen: Any, case: Case, threads: Mapp
     assert outcome("compiled", lambda: compute(3)) == found
 
 
-@pytest.mark.parametrize("codec", CODECS_OF_MERGES, ids=lambda codec: codec.name)
+@of_codecs(CODECS_OF_MERGES)
 @pytest.mark.parametrize("how", [Mean(), RadialDirectional(())], ids=str)
 def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
     """Very short vectors are made long, and back; with weights as far apart as numbers can be."""
@@ -372,7 +379,7 @@ def test_factors_that_fp32_cannot_hold(how: Merge, codec: Codec) -> None:
         require_same(compute)
 
 
-@pytest.mark.parametrize("codec", [FP16(), TwoBit(), E3M0()], ids=lambda codec: codec.name)
+@of_codecs([FP16(), TwoBit(), E3M0()])
 def test_learners_none_of_whom_trains_all(codec: Codec) -> None:
     places = tensors(3 * SEGMENT_ELEMENTS + 5)
     contributions = [
@@ -390,7 +397,7 @@ def test_learners_none_of_whom_trains_all(codec: Codec) -> None:
     assert require_same(lambda: refused_by(NormOutliers(1.0), codec, contributions, places, 3 * SEGMENT_ELEMENTS + 5))
 
 
-@pytest.mark.parametrize("codec", LOOPED, ids=lambda codec: codec.name)
+@of_codecs(LOOPED)
 @pytest.mark.parametrize("how", [kind() for kind in MERGES], ids=str)
 def test_a_contribution_that_is_damaged_in_the_middle(
     how: Merge, codec: Codec, threads: Mapping[int, ThreadMap]
@@ -464,7 +471,9 @@ def rounds(how: Method, num_elements: int, places: Sequence[Placement], each: An
     return found
 
 
-@pytest.mark.parametrize("down", DOWN)
+@pytest.mark.parametrize(
+    "down", [pytest.param(each, marks=[pytest.mark.slow] if each == "int4" else []) for each in DOWN]
+)
 @pytest.mark.parametrize("kind", methods("fp32"))
 def test_rounds(kind: str, down: str, threads: Mapping[int, ThreadMap]) -> None:
     """In place or not, in any number of threads: payload, digest, Θ, residual and outer state."""

@@ -54,7 +54,6 @@ NOT_EXECUTED: dict[Name, str] = {
     ),
     ("docs/rl.md", "import sys"): "a script that needs workers of a run: tests/rl/test_workers.py runs it",
     ("docs/start.md", "import sys"): "a script with arguments: tests/test_start.py runs it as two processes",
-    ("docs/start.md", "exchange ="): "a line of that script, of the run `first`",
 }
 """Python that is compiled only."""
 

@@ -88,7 +88,7 @@ def test_a_damaged_line_is_one_sentence_without_the_secret(keys: Path) -> None:
         assert not any(body[at : at + 12] in said for at in range(len(body) - 12))
 
 
-@pytest.mark.parametrize("given", ["argument", "environment", "run file"])
+@pytest.mark.parametrize("given", ["argument", pytest.param("environment", marks=pytest.mark.slow), "run file"])
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

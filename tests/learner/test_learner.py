@@ -616,7 +616,7 @@ def final_state(learner: Learner) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, *OTHERS])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in SYNCHRONOUS), *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Whether the model is restored before the learner is attached, after, or by the learner alone."""

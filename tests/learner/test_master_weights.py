@@ -158,7 +158,7 @@ HONEST: dict[str, MakeInner] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HONEST)
 def test_other_optimizers_are_not_accused(name: str, dtype: torch.dtype) -> None:
     assert run(HONEST[name], dtype=dtype, method=diloco.DiLoCo(sync_every=20)) == [60, 60]

@@ -79,7 +79,7 @@ SCHEDULED = {
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
-@pytest.mark.parametrize("step_s", [(0.31, 0.31, 0.31), (0.31, 0.43)], ids=str)
+@pytest.mark.parametrize("step_s", [pytest.param((0.31, 0.31, 0.31), marks=pytest.mark.slow), (0.31, 0.43)], ids=str)
 @pytest.mark.parametrize("bit_per_s", [2e3, pytest.param(3e4, marks=pytest.mark.slow)])
 def test_scheduled_rounds_take_the_time_of_the_real_ones(
     name: str, step_s: tuple[float, ...], bit_per_s: float
@@ -98,7 +98,7 @@ def test_scheduled_rounds_take_the_time_of_the_real_ones(
 
 @pytest.mark.parametrize("at_least", [1, 2])
 @pytest.mark.parametrize("step_s", [(0.31, 0.31), (0.31, 0.43, 1.9)], ids=str)
-@pytest.mark.parametrize("bit_per_s", [2.1e3, 9.1e3, 9.1e4])
+@pytest.mark.parametrize("bit_per_s", [2.1e3, pytest.param(9.1e3, marks=pytest.mark.slow), 9.1e4])
 def test_called_rounds_come_as_often_as_the_real_ones(
     at_least: int, step_s: tuple[float, ...], bit_per_s: float
 ) -> None:

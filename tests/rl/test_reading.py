@@ -64,7 +64,10 @@ def test_a_damaged_group_costs_no_other() -> None:
     assert "are not those that were written" in str(found[1])
 
 
-@pytest.mark.parametrize("error", [MissingObjectError("it was deleted."), DamagedObjectError("it is cut.")])
+@pytest.mark.parametrize(
+    "error",
+    [MissingObjectError("it was deleted."), pytest.param(DamagedObjectError("it is cut."), marks=pytest.mark.slow)],
+)
 def test_a_reward_worker_reports_groups_of_an_object_that_is_not_whole(error: StoreError) -> None:
     _, places = pack_of(range(2))
 

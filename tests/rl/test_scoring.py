@@ -177,7 +177,11 @@ def test_what_is_no_score_is_one_sentence_and_the_next_call_works(scorer: Scorer
         ("nan", r"^task\.other: the sample of seed \d+ is not JSON"),
         ("ends", r'^prompt 3 of task "other" ended its process by an exit, a crash or more than 2147483648 bytes'),
         ("memory", r'^prompt 3 of task "other" ended its process'),
-        ("loops", r'^prompt 3 of task "other" took more than 3 s; correct it or raise the limit'),
+        pytest.param(
+            "loops",
+            r'^prompt 3 of task "other" took more than 3 s; correct it or raise the limit',
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_prompt_that_cannot_be_sampled_is_one_sentence_and_the_next_call_works(

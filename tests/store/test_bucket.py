@@ -302,7 +302,7 @@ def make_later(objects: Objects) -> None:
 PREPARED: dict[str, tuple[Callable[[Objects], object], str]] = {
     "another run": (lambda it: make_run(it, "other"), r"the store holds run 'other', not 'demo'; use another place"),
     "a short object": (shorten, r"version 1\) is damaged \(its size differs from the \d+ bytes .*\); `diloco syncer"),
-    "a later format": (make_later, rf"has format {FORMAT + 1} and this version reads up to {FORMAT}; upgrade diloco"),
+    "a later format": (make_later, rf"has format {FORMAT + 1} and this version reads {FORMAT}; upgrade diloco"),
 }  # fmt: skip
 """Of a directory as of a bucket: what is there, and what is said."""
 

@@ -23,6 +23,7 @@ from diloco.errors import MissingObjectError, StoreError, SwapRefusedError
 from diloco.protocol.manifest import FORMAT, Manifest
 from diloco.store import directory
 from diloco.store.directory import Directory, lock_directory, network_type
+from diloco.store.repair import repair
 
 POINTS = ("written", "synced", "renamed", "names synced", "swapped", "committed")
 """The durable steps of a put and of a swap. A version exists from "swapped" on."""
@@ -187,15 +188,22 @@ def test_an_earlier_format_is_refused_and_left_as_it_is(tmp_path: Path, name: st
     assert contents(tmp_path) == before
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("by", "advice"), [(1, "upgrade diloco to open it"), (-1, "use the version of diloco that wrote it")]
+)
+def test_another_format_is_refused_and_repaired_by_nobody(tmp_path: Path, by: int, advice: str) -> None:
     make_run(tmp_path)
-    data = (tmp_path / "manifest.json").read_bytes()
-    later = Manifest.from_bytes(data, "here")
+    path = tmp_path / "manifest.json"
+    manifest = Manifest.from_bytes(path.read_bytes(), "here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diloco.protocol.manifest.FORMAT", FORMAT + 1)
-        (tmp_path / "manifest.json").write_bytes(later.to_bytes())
-    with pytest.raises(StoreError, match=f"format {FORMAT + 1} and this version reads up to {FORMAT}; upgrade diloco"):
+        patch.setattr("diloco.protocol.manifest.FORMAT", FORMAT + by)
+        path.write_bytes(data := manifest.to_bytes())
+    says = f"format {FORMAT + by} and this version reads {FORMAT}; {advice}"
+    with pytest.raises(StoreError, match=says):
         started(tmp_path)
+    with Directory(tmp_path) as objects, pytest.raises(StoreError, match=says):
+        repair(objects)
+    assert path.read_bytes() == data
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

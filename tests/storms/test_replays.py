@@ -79,7 +79,7 @@ def test_storms_with_leased_data_are_replayed() -> None:
         assert findings.num_equal == findings.num_entries > 0
 
 
-@pytest.mark.parametrize("kind", ["held", "dealt"])
+@pytest.mark.parametrize("kind", [pytest.param("held", marks=pytest.mark.slow), "dealt"])
 def test_storms_with_held_parts_are_replayed(kind: str) -> None:
     plans = {seed: plan_of(seed, **{kind: True}) for seed in range(20)}
     seeds = [seed for seed, plan in plans.items() if not (plan.standby or plan.goes_back or plan.steered)]

@@ -29,7 +29,7 @@ from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
 from diloco.core.merges import MERGES, SCREENS
-from diloco.core.quorum import QUORUMS, Quorum
+from diloco.core.quorum import QUORUMS, Called, Quorum
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Leases
 from diloco.run.driver import Driver
@@ -271,7 +271,9 @@ def test_seeds_differ_in_the_parts_that_learners_hold() -> None:
         assert {bool(getattr(plan, name)) for plan in plans} == {True, False}
 
 
-@pytest.mark.parametrize("quorum", sorted(QUORUMS, key=lambda each: each.__name__))
+@pytest.mark.parametrize(
+    "quorum", [pytest.param(each, marks=[] if each is Called else [pytest.mark.slow]) for each in QUORUMS]
+)
 def test_a_fragment_without_a_holder_stays_as_it_was_until_a_late_one_takes_it_over(quorum: type[Quorum]) -> None:
     """Version 0 is the only one that there ever was of it; with the late holder it goes on from there."""
     plans = (replace(plan_of(seed, parts=True), faults=(), steps=100) for seed in range(100))

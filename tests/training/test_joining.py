@@ -88,7 +88,8 @@ def check_joined(events: list[Event], config: RunConfig, rewarm_steps: int = 5) 
         assert event.lr == pytest.approx(min(1.0, number / rewarm_steps) * learning_rate(config, event.step))
 
 
-@pytest.mark.parametrize("rewarm_steps", [5, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("rewarm_steps", [5, 1, 8])
 def test_a_new_machine_begins_with_the_runs_model(tiny: Tiny, tmp_path: Path, rewarm_steps: int) -> None:
     given = [] if rewarm_steps == 5 else [f"train.rewarm_steps={rewarm_steps}"]
     with under_way(tiny, tmp_path, *given) as (config, pacer):

@@ -182,7 +182,7 @@ def _groups(groups: dict[str, Any]) -> list[RenderableType]:
     for head in ("worker", "role", "generated", "scored", "refused", "holds", "version"):
         table.add_column(head, justify="left" if head in ("worker", "role") else "right")
     for it in groups["workers"]:
-        name = it["name"] if it["live"] else f"{it['name']} (gone)"
+        name = it["name"] if it["live"] else f"{it['name']} (absent)"
         numbers_ = (f"{it[key]:,}" for key in ("generated", "scored", "refused", "holds"))
         table.add_row(cell(name), it["role"], *numbers_, str(sum(it["versions"]) if it["versions"] else "–"))
     lines += [table] if groups["workers"] else []

@@ -145,17 +145,16 @@ class Manifest:
             place: of the store, for the error.
 
         Raises:
-            DamagedObjectError: it is damaged. StoreError: it has a later format.
+            DamagedObjectError: it is damaged. StoreError: it has another format.
         """
         try:
             plain = json.loads(data)
             if plain.pop("sha256") != _hash_of(plain):
                 raise ValueError("its hash does not match")
             found = plain.pop("format")
-            if type(found) is int and found > FORMAT:
-                raise StoreError(
-                    f"{place} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it."
-                )
+            if type(found) is int and found != FORMAT:
+                advice = "upgrade diloco" if found > FORMAT else "use the version of diloco that wrote it"
+                raise StoreError(f"{place} has format {found} and this version reads {FORMAT}; {advice} to open it.")
             fragments = tuple(
                 tuple(NamedVersion(int(version), held, update) for version, held, update in versions)
                 for versions in plain["fragments"]
@@ -164,7 +163,7 @@ class Manifest:
             origin = (int(epoch), int(serial)) if plain["origin"] else None
             packs = tuple((number, name) for number, name in plain["packs"])
             manifest = cls(**{**plain, "fragments": fragments, "origin": origin, "packs": packs})
-            if found != FORMAT or not manifest._is_plausible:
+            if type(found) is not int or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
         except _MALFORMED as error:
             raise DamagedObjectError(

@@ -251,7 +251,7 @@ class Publisher:
         return [Read()]
 
     def fail(self, error: DilocoError) -> list[Act]:
-        """The run cannot be served; also called where the manifest that was read is damaged, or of a later format."""
+        """The run cannot be served; also called where the manifest that was read is damaged, or of another format."""
         if self._is_over:
             return []
         self.standing = "fenced"

@@ -128,7 +128,7 @@ def check(objects: Objects) -> StoreState:
     """Inspect a store.
 
     Raises:
-        ConfigError: there is none. StoreError: it has a later format, or cannot be read.
+        ConfigError: there is none. StoreError: it has another format, or cannot be read.
     """
     for _ in range(_TRIES):
         found = _Inspection(objects).found

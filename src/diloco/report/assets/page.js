@@ -290,7 +290,7 @@ function groups() { // of reinforcement learning
   const staleness = parts(Object.fromEntries(Object.entries(it.staleness).map(([versions, num]) => [`${versions} versions old`, num])), count);
   $("groups").replaceChildren(make("p", {}, `${count(it.acknowledged)} acknowledged; ${count(it.prompts)} prompts are generated`), ...states, ...staleness);
   const cell = (text, index) => make("td", { "data-head": WORKERS[index], class: index > 1 ? "n" : "" }, text);
-  const rows = it.workers.map((each) => [each.live ? each.name : `${each.name} (gone)`, each.role, count(each.generated), count(each.scored), count(each.refused),
+  const rows = it.workers.map((each) => [each.live ? each.name : `${each.name} (absent)`, each.role, count(each.generated), count(each.scored), count(each.refused),
     count(each.holds), each.versions.length ? count(each.versions.reduce((sum, version) => sum + version, 0)) : "–"]);
   const heads = WORKERS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
   $("workers").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell)))));
