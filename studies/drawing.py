@@ -1,6 +1,7 @@
 """The pictures of `studies.protocols`: a row for each learner, its link below, and the syncer's line at the bottom.
 
-Text and lines have the colours of the run's page, light and dark, on a ground of their own.
+Text and lines have the colours of the run's page, light and dark, on a ground of their own. Fragments are shades: a hue
+is a learner's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ ROW, TOP = 46.0, 34.0
 
 STYLE = """
 svg{color-scheme:light dark;--bg:#fff;--ink:#1f2937;--soft:#5b6472;--line:#dfe3e8;--card:#f6f8fa;
---f0:#0072b2;--f1:#e69f00;--f2:#00725a;--bad:#c21f30}
+--f0:#1f2937;--f1:#7f8a99;--f2:#bcc4ce;--bad:#c21f30}
 @media (prefers-color-scheme:dark){svg{--bg:#12161c;--ink:#e5e7eb;--soft:#a3adba;--line:#2c333d;--card:#1a2028;
---f0:#56b4e9;--f1:#e6b34d;--f2:#3ecfa5;--bad:#ff7b7b}}
+--f0:#e5e7eb;--f1:#8f9aa8;--f2:#535e6c;--bad:#ff7b7b}}
 .ground{fill:var(--bg)} text{fill:var(--ink);font:11px system-ui,sans-serif} .title{font-weight:600;font-size:12px}
 .soft{fill:var(--soft);font-size:10px} .small{font-size:9.5px} .mid{text-anchor:middle} .end{text-anchor:end}
 .axis{stroke:var(--line)} .step{fill:var(--card);stroke:var(--soft);stroke-width:.7}

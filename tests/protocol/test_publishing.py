@@ -803,7 +803,7 @@ def test_a_manifest_of_a_later_format_is_refused(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as later:
         later.setattr("diloco.protocol.manifest.FORMAT", FORMAT + 1)
         data = Manifest("run").to_bytes()
-    with pytest.raises(StoreError, match=f"^here has format {FORMAT + 1} and this .* up to {FORMAT}; upgrade diloco"):
+    with pytest.raises(StoreError, match=f"^here has format {FORMAT + 1} and this .* {FORMAT}; upgrade diloco"):
         Manifest.from_bytes(data, "here")
 
 
