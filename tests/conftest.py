@@ -17,7 +17,6 @@ from hypothesis import settings
 from diloco.core import arithmetic
 
 torch.set_num_threads(1)
-gc.disable()
 os.environ.pop("DILOCO_KEYS", None)  # the keys of whoever runs the tests are for another run
 
 # The suite always tries the same examples; `--hypothesis-profile=explore` looks for new ones.
@@ -41,6 +40,8 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes the stack for accelerators that are not there
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (marker := item.get_closest_marker("timeout")) is not None:
             longest_s[item.path] = max(longest_s[item.path], marker.args[0])
     items.sort(key=lambda item: -longest_s[item.path])
+
+
+def pytest_collectstart() -> None:
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

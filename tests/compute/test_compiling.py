@@ -42,17 +42,20 @@ Mix(0.5).adopt_into(x.clone(), x, x)
 codec.decode(contributions[0].payloads[0], 1000)
 """  # noqa: E501
 
-OWN_FORMULA = """
-import torch
-from diloco.core import arithmetic
-from diloco.core.outer import Nesterov
+OWN_FORMULAS = """
+import functools, numba, torch
+from diloco.core import adopt, arithmetic, outer
 arithmetic.choose("compiled")
-class Own(Nesterov):
-    @staticmethod
-    def formula(mu, lr, theta, delta, momentum):
-        return theta - lr * delta, momentum
-outer = Own()
-outer.step(outer.init(1000), torch.ones(1000), torch.ones(1000))
+def stepped(mu, lr, theta, delta, momentum):
+    return theta - lr * delta, momentum
+class Nesterov(outer.Nesterov):
+    formula = staticmethod(WRAPPED(stepped))
+class Mix(adopt.Mix):
+    formula = staticmethod(numba.vectorize(lambda a, b, local, global_, origin: global_ + FACTOR * local))
+one = Nesterov(lr=0.5)
+print(one.step(one.init(1), torch.ones(1), torch.ones(1))[0].item())
+Mix(0.5).adopt_into(own := torch.ones(1), torch.ones(1), torch.ones(1))
+print(own.item())
 """
 
 WITHOUT_NUMBA = """
@@ -109,10 +112,15 @@ def test_no_loop_is_compiled_twice_on_a_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_formula_of_a_users_own_is_not_kept(tmp_path: Path) -> None:
-    """Its source may change, and what it calls."""
-    ran(OWN_FORMULA, XDG_CACHE_HOME=str(tmp_path))
-    assert not [path for path in files_of(tmp_path) if "Own" in str(path) or "outer_steps" in path.name]
+@pytest.mark.parametrize("wrapped", ["", "functools.wraps(outer.Nesterov.formula)"])
+def test_a_users_own_formula_is_used_and_not_kept(wrapped: str, tmp_path: Path) -> None:
+    """Its class may have the name of ours, and it may give itself the name of ours; its source may change."""
+    ran(EVERYTHING, XDG_CACHE_HOME=str(tmp_path))
+    files = files_of(tmp_path)
+    for factor in (1.0, 2.0):
+        code = OWN_FORMULAS.replace("WRAPPED", wrapped).replace("FACTOR", str(factor))
+        assert ran(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["0.5", str(1 + factor)]
+    assert files_of(tmp_path) == files
 
 
 @pytest.mark.slow

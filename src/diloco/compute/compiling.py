@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any, cast
 
 import numba
+import numpy as np
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from llvmlite.ir import IRBuilder
 from numba import njit, types
@@ -31,6 +32,7 @@ if numba.config.DISABLE_JIT:
 log = logging.getLogger("diloco")
 
 _SLOW_S = 2.0
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 _compiling = Lock()
 
@@ -60,10 +62,11 @@ def loop(signature: str, of: str = "") -> Callable[[Callable[..., Any]], Callabl
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        began_s, directory = time.monotonic(), cache_directory()
-        made = _made(function, signature, directory and directory / of.replace(":", "-"))
+        began_s, directory, is_own = time.monotonic(), cache_directory(), _is_own(function)
+        made = _made(function, signature, directory / of.replace(":", "-") if directory and is_own else None)
         if (took_s := time.monotonic() - began_s) > _SLOW_S:
-            kept = f"kept in {directory}" if directory else "not kept, as there is no cache directory"
+            why = "there is no cache directory" if is_own else "not all of it is diloco's"
+            kept = f"kept in {directory}" if directory and is_own else f"not kept, as {why}"
             log.info("compiled the loop %r for this processor in %.1f s; it is %s.", function.__name__, took_s, kept)
         return made
 
@@ -87,7 +90,7 @@ def _compiled(function: Callable[..., Any], signature: str, directory: Path | No
     with _compiling:  # Numba's directory of compiled functions is a setting of the process
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory or "")
         try:
-            if directory is not None and _is_own(function):
+            if directory is not None:
                 made._cache = _Cache(function)
             made.compile(signature)
         finally:
@@ -97,8 +100,8 @@ def _compiled(function: Callable[..., Any], signature: str, directory: Path | No
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's key has a pickle of what a loop encloses. A pickled function differs in every process, so that no loop
-    which encloses one would ever be found again."""
+    """Numba's key has a pickle of what a loop encloses. The pickle of a function that was made inside another differs
+    in every process, so that no loop which encloses one would ever be found again."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         return signature, codegen.magic_tuple(), tuple(map(_told, _enclosed(self._py_func)))
@@ -114,15 +117,21 @@ def _enclosed(function: Any) -> Iterator[Any]:
 
 
 def _told(value: Any) -> str:
-    """A value in words that are the same in every process: a function's name, since its source is known."""
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
+    """A value in words that are the same in every process: a function's place, since the sources are known."""
+    if isinstance(value, FunctionType):
+        return f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"
+    return repr(value)
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a loop is of this package's sources alone. The formula of a user's optimizer is compiled in every
-    process, since its source may change."""
-    functions = (each for each in _enclosed(function) if isinstance(each, FunctionType))
-    return all(each.__module__.startswith("diloco.") for each in functions)
+    """Whether a loop is made of this package's sources and of plain numbers alone, so that its key tells all of it. The
+    formula of a user's optimizer is compiled in every process: its source may change, and what it calls."""
+    return all(
+        value.__code__.co_filename.startswith(_PACKAGE)
+        if isinstance(value, FunctionType)
+        else isinstance(value, int | float | np.generic) or (isinstance(value, type) and issubclass(value, np.generic))
+        for value in (function, *_enclosed(function))
+    )
 
 
 @cache
@@ -130,7 +139,7 @@ def cache_directory() -> Path | None:
     """The directory of what was compiled from these sources for this processor; None: none can be written to."""
     processor = numba.config.CPU_NAME or get_host_cpu_name(), numba.config.CPU_FEATURES or get_host_cpu_features()
     package, made_by = Path(__file__).parents[1], hashlib.sha256(f"{numba.__version__} {processor}".encode())
-    for path in sorted([*package.glob("compute/*.py"), *package.glob("core/*.py"), *package.glob("core/codecs/*.py")]):
+    for path in sorted([*package.glob("compute/*.py"), *package.glob("core/**/*.py")]):
         made_by.update(path.read_bytes())
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

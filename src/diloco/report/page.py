@@ -57,7 +57,7 @@ def event_files(folders: Sequence[Path]) -> tuple[list[Path], Event | None]:
 
 def numbers(timeline: Timeline) -> dict[str, Any]:
     """Plain values: seconds; `as_of` in Unix time, None where the run has ended; bytes on the syncer's connections,
-    both directions; losses in nats per token."""
+    both directions; losses as learners logged them."""
     begun, _ = timeline.syncer_starts[0]
     evaluated = (event for name in timeline.presence for event in timeline.evaluated.get(name, []) if not event.of_part)
     losses = [(event.tokens, event.loss) for event in evaluated]

@@ -142,7 +142,7 @@ function reward() { // the newest mean of each task
   const newest = Object.entries(kept.rewards).map(([task, points]) => [task, points.at(-1)[1]]);
   if (!newest.length) return null;
   const mean = newest.reduce((sum, [, value]) => sum + value, 0) / newest.length;
-  return tile(mean.toFixed(2), newest.length === 1 ? `mean reward, ${plain(newest[0][0])}` : `mean reward of ${newest.length} tasks`);
+  return tile(mean.toFixed(2), newest.length === 1 ? `mean reward, ${newest[0][0]}` : `mean reward of ${newest.length} tasks`);
 }
 
 function recovery(it) { // of the learner that was lost last
