@@ -62,7 +62,7 @@ def verdict(gaps: Gaps) -> tuple[Holds, str]:
 STUDY = Study(
     name="inner",
     claim=(
-        "With Muon inside, DiLoCo ends lower, loses less as learners are added, and stands 2 bits (MuLoCo, arXiv "
+        "With Muon inside, DiLoCo ends lower, loses less as learners are added, and tolerates 2 bits (MuLoCo, arXiv "
         "2505.23725)."
     ),
     rows=rows,
