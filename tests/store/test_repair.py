@@ -191,7 +191,7 @@ def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, dama
     assert min(outcomes["repaired"], outcomes["whole"]) > len(damages)
 
 
-@pytest.mark.parametrize("step", [97, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [97, pytest.param(17, marks=pytest.mark.slow)])
 def test_every_byte(tmp_path: Path, step: int) -> None:
     """Of each object that the manifest names, and of the manifest, every few bytes: a check finds a flipped bit, and
     a repair goes back to the newest whole version of what is damaged, to the bit."""

@@ -21,7 +21,7 @@ FOUND = {
 """Seeds that found a defect."""
 
 
-@pytest.mark.parametrize("first", firsts(1000, 80, PER_TEST, PER_TEST))
+@pytest.mark.parametrize("first", firsts(1000, 50, PER_TEST, PER_TEST))
 @pytest.mark.parametrize("leased", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "leased"])
 def test_storms_in_which_the_run_goes_back(first: int, leased: bool) -> None:
     found = failures(range(first, first + PER_TEST), leased=leased, goes_back=True)

@@ -28,7 +28,7 @@ def plan(seed: int) -> Plan:
     return plan_of(seed, leased=seed % 3 == 0, standby=True)
 
 
-@pytest.mark.parametrize("first", firsts(1000, 40, PER_TEST, 4))
+@pytest.mark.parametrize("first", firsts(1000, 28, PER_TEST, 4))
 def test_storms_with_a_standby(first: int) -> None:
     seeds = range(first, first + PER_TEST)
     for leased in (False, True):

@@ -75,18 +75,18 @@ FOUND_WITH_DEALT_PARTS = {
 """Likewise."""
 
 
-@pytest.mark.parametrize("first", firsts(1000, 160, 10, 10))
+@pytest.mark.parametrize("first", firsts(1000, 100, 10, 10))
 def test_storms(first: int) -> None:
     assert [str(each) for each in failures(range(first, first + 10)) if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(5000, 40, 5, 5))
+@pytest.mark.parametrize("first", firsts(5000, 25, 5, 5))
 def test_storms_with_leased_data(first: int) -> None:
     found = failures(range(first, first + 5), leased=True)
     assert [str(each) for each in found if each is not None] == []
 
 
-@pytest.mark.parametrize("first", firsts(7000, 40, 5, 5))
+@pytest.mark.parametrize("first", firsts(7000, 25, 5, 5))
 def test_storms_with_orders(first: int) -> None:
     found = failures(range(first, first + 5), steered=True)
     assert [str(each) for each in found if each is not None] == []
@@ -213,7 +213,7 @@ def test_what_storms_require_can_fail() -> None:
         storm.place.history.append(manifest)
 
 
-@pytest.mark.parametrize("first", firsts(9000, 40, 5, 5))
+@pytest.mark.parametrize("first", firsts(9000, 25, 5, 5))
 def test_storms_with_parts(first: int) -> None:
     found = failures(range(first, first + 5), parts=True)
     assert [str(each) for each in found if each is not None] == []
@@ -240,7 +240,7 @@ def test_a_defect_of_parts_is_found(break_it: Defect, monkeypatch: pytest.Monkey
     pytest.fail("no storm has found it")
 
 
-@pytest.mark.parametrize("first", firsts(11000, 30, 5, 5))
+@pytest.mark.parametrize("first", firsts(11000, 20, 5, 5))
 def test_storms_with_held_parts(first: int) -> None:
     found = failures(range(first, first + 5), held=True)
     assert [str(each) for each in found if each is not None] == []
@@ -296,7 +296,7 @@ def test_a_defect_of_held_parts_is_found(break_it: Defect, first: int, monkeypat
             pytest.fail("no storm has found it")
 
 
-@pytest.mark.parametrize("first", firsts(12000, 30, 3, 3))
+@pytest.mark.parametrize("first", firsts(12000, 21, 3, 3))
 def test_storms_with_dealt_parts(first: int) -> None:
     found = failures(range(first, first + 3), dealt=True)
     assert [str(each) for each in found if each is not None] == []
